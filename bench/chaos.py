@@ -116,7 +116,7 @@ def run_rows(star: Star, folder: Path, case: Case, seconds: float, schedule: Seq
         outcome = play(star, folder / name.replace(" ", "-"), case, units, faults, seconds)
         quiet = quiet if faults else outcome.loss
         change = outcome.loss / quiet - 1
-        trouble = sum(bool(deed.trouble) for deed in outcome.deeds)
+        trouble = sum(bool(event.trouble) for event in outcome.events)
         met = outcome.audit.goodput >= GOODPUT_BAR and abs(change) <= LOSS_BAR and not outcome.faults and outcome.ended
         for fault in outcome.faults[:20]:
             _say(f"ledger: {fault}")
@@ -124,7 +124,7 @@ def run_rows(star: Star, folder: Path, case: Case, seconds: float, schedule: Seq
             "run": name,
             "minutes": outcome.seconds / 60,
             "ended": "by itself" if outcome.ended else "no",
-            "faults": len(outcome.deeds) - trouble,
+            "faults": len(outcome.events) - trouble,
             "not done": trouble,
             "restarts": outcome.restarts,
             "by hand": 0,

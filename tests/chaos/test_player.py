@@ -59,8 +59,8 @@ def test_faults_begin_and_end_in_the_order_of_their_times(stage, time):
         "disturb corrupt 0.1", "disturb corrupt 0.0", "fill_disk", "free_disk", "drop", "jump_clock -3.0",
     ]  # fmt: skip
     assert time.now == pytest.approx(120.0, abs=0.1)
-    assert [deed.fault for deed in player.deeds] == list(schedule)
-    assert player.deeds[1].began_at == 7.0  # when it was done, as who did it says
+    assert [event.fault for event in player.events] == list(schedule)
+    assert player.events[1].began_at == 7.0  # when it was done, as who did it says
     assert lines[0].split() == ["1.0", "s", "stop", "pc-0", "for", "5.0", "s"]
 
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_done_is_written_down_and_the_rest_is_played(stage):
     player.play(
         (Fault(1.0, "unplug", BROKER, 1.0), Fault(2.0, "reorder", BROKER, 1.0, 0.1), Fault(3.0, "kill", "pc-0")), 4
     )
-    assert [bool(deed.trouble) for deed in player.deeds] == [True, True, False]
+    assert [bool(event.trouble) for event in player.events] == [True, True, False]
     assert done == ["kill"] and "could not be done" in lines[0]
 
 

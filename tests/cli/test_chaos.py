@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from zmqtrain.broker.checkpoint import History
-from zmqtrain.chaos.run import Deed, Outcome
+from zmqtrain.chaos.run import FaultEvent, Outcome
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.cli import main
 from zmqtrain.cli.chaos import outcome_table
@@ -36,8 +36,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(arguments, words, capsys, monke
 def printed(*faults):
     audit = Audit(faults, 12, 16, 15, 9_500, 10_000, 4)
     history = History("run-1", 0, 12, {}, (0, 5, 12), ())
-    deeds = (Deed(Fault(1.0, "kill", "node-1"), 5.0), Deed(Fault(2.0, "stop", "node-2", 3.0), 6.0, "no such process"))
-    outcome = Outcome(audit, history, nan if faults else 2.5, not faults, 40.0, 2, deeds)
+    events = (
+        FaultEvent(Fault(1.0, "kill", "node-1"), 5.0),
+        FaultEvent(Fault(2.0, "stop", "node-2", 3.0), 6.0, "no such process"),
+    )
+    outcome = Outcome(audit, history, nan if faults else 2.5, not faults, 40.0, 2, events)
     console = Console(width=200, file=io.StringIO())
     console.print(outcome_table(outcome))
     return console.file.getvalue()

@@ -27,7 +27,7 @@ def test_what_was_acknowledged_is_in_the_parameters_once_whatever_befalls_node_w
     with Star(2, 1e9) as star:
         outcome = chaos.play(star, tmp_path, case, units=48, schedule=schedule, seconds=120.0)
     assert outcome.ended and outcome.faults == ()
-    assert [deed.trouble for deed in outcome.deeds] == [""] * 4
+    assert [event.trouble for event in outcome.events] == [""] * 4
     assert outcome.audit.acknowledged > 8 and outcome.history.first == 0
     assert outcome.history.last == outcome.history.compared[-1] and len(outcome.history.compared) >= 3
     assert outcome.restarts >= 1 and outcome.audit.lives >= 2

@@ -1,1 +1,1 @@
-"""What befalls a run on purpose, and how it is played: schedules of faults, the processes and wires they befall."""
+"""Fault injection: schedules of faults, and the processes and connections into which they are injected."""

@@ -1,8 +1,8 @@
-"""Be a run that faults befall: a broker and nodes as services, from their start to the book of what became of it.
+"""A run under fault injection: a broker and nodes as services, from their start to the audit of their records.
 
-Rule 1: what runs are the commands that people type, each restarted with its own line; nothing in them knows of faults.
-Rule 2: a run has a folder: what everybody said (NAME.log), the records (NAME.jsonl) and the broker's checkpoints (hub).
-Rule 3: where the processes run, and on what wires, is the affair of who makes the services.
+Rule 1: the processes are the commands that people type, each restarted with its own line; none knows of faults.
+Rule 2: a run has a folder: output (NAME.log), records (NAME.jsonl) and the broker's checkpoints (hub).
+Rule 3: a fault that cannot be injected is recorded, and the others are played; every fault that began is ended.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Wire(Protocol):
 
 
 @dataclass(frozen=True)
-class Deed:
-    """A fault that was played. began_at: by the monotonic clock; trouble: why it could not be done, "" if it was."""
+class FaultEvent:
+    """A fault that was played. began_at: by the monotonic clock; trouble: why it could not be injected, or ""."""
 
     fault: Fault
     began_at: float
@@ -62,7 +62,7 @@ class Player:
         self, services: Mapping[str, Service], wires: Mapping[str, Wire], say: Callable[[str], None] = lambda line: None
     ) -> None:
         self.services, self.wires, self.say = services, wires, say
-        self.deeds: list[Deed] = []
+        self.events: list[FaultEvent] = []
 
     def look(self) -> None:
         """See to all services."""
@@ -100,7 +100,7 @@ class Player:
             for fault in open_faults:
                 self._end(fault)
 
-    def do(self, fault: Fault) -> Deed:
+    def do(self, fault: Fault) -> FaultEvent:
         """Do one fault now; who asked for it ends it with `undo`."""
         return self._begin(fault, fault.at)
 
@@ -108,7 +108,7 @@ class Player:
         """End a fault that `do` began."""
         self._end(fault)
 
-    def _begin(self, fault: Fault, at: float) -> Deed:
+    def _begin(self, fault: Fault, at: float) -> FaultEvent:
         service, trouble = self.services[fault.target], ""
         now = time.monotonic()
         try:
@@ -134,10 +134,10 @@ class Player:
                         trouble = f"{fault.target} has no wire of ours"
         except (OSError, RuntimeError, KeyError) as error:
             trouble = f"{type(error).__name__}: {error}"
-        deed = Deed(fault, now, trouble)
-        self.deeds.append(deed)
+        event = FaultEvent(fault, now, trouble)
+        self.events.append(event)
         self.say(f"{at:8.1f} s  {fault}" + (f": could not be done: {trouble}" if trouble else ""))
-        return deed
+        return event
 
     def _end(self, fault: Fault) -> None:
         service = self.services[fault.target]
@@ -190,7 +190,7 @@ class Outcome:
     ended: bool
     seconds: float
     restarts: int
-    deeds: tuple[Deed, ...]
+    events: tuple[FaultEvent, ...]
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -294,8 +294,8 @@ class Run:
             for version, (landed, samples) in history.landed.items()
         ]
         restarts = sum(max(0, len(service.lives) - 1) for service in self.services.values())
-        deeds = tuple(self.player.deeds)
-        return Outcome(audit(releases, lives), history, _held_out_loss(lives), ended, seconds, restarts, deeds)
+        events = tuple(self.player.events)
+        return Outcome(audit(releases, lives), history, _held_out_loss(lives), ended, seconds, restarts, events)
 
     def close(self) -> None:
         """End every process; twice is once."""

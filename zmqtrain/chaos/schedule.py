@@ -1,8 +1,8 @@
-"""Say which faults befall a run, and when: drawn from a seed, as plain values (pure: no clock, no sockets).
+"""Schedules of faults, drawn from a seed as plain values. Pure: no clock, no sockets.
 
-Rule 1: the same arguments give the same schedule, on every machine.  Rule 2: a fault has one target, and none has two
-at a time; at most a third of the nodes are away at once, so that there are always survivors to be judged.
-Rule 3: a schedule begins and ends in peace: everybody has joined before the first fault, and is back after the last.
+Rule 1: the same arguments give the same schedule on every machine.  Rule 2: a fault has one target, and a target one
+fault at a time; at most a third of the nodes are away at once, so that there are always survivors to be judged.
+Rule 3: a schedule begins and ends without faults: all nodes join before the first, and are back after the last.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BROKER = "broker"
 
 FaultKind = Literal["kill", "stop", "unplug", "slow", "drop", "corrupt", "duplicate", "reorder", "disk", "clock"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-"""What can befall a process or its wire:
+"""The faults of a process or its connection:
 
-    kill       it ends at once, in the middle of whatever it does (SIGKILL), and is started again with the same line
+    kill       it is killed (SIGKILL), and started again with the same line
     stop       it stands still for a while (SIGSTOP ... SIGCONT)
-    unplug     its cable is out for a while: nothing gets through, and nobody is told
+    unplug     its cable is out for a while: nothing gets through, no connection ends
     slow       for a while it, or its wire, is slower, by `severity`
     drop       its connections break in the middle of a message
     corrupt, duplicate, reorder    for a while a share `severity` of what it sends and gets is changed, comes twice, or
@@ -35,7 +35,7 @@ KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 @dataclass(frozen=True, slots=True)
 class FaultKindRange:
-    """Between what a fault of a kind is drawn. seconds: how long it lasts; severity: as its kind says."""
+    """Ranges of a kind of fault. seconds: how long it lasts; severity: as its kind says."""
 
     seconds: tuple[float, float] = (0.0, 0.0)
     severity: tuple[float, float] = (0.0, 0.0)
@@ -56,7 +56,7 @@ RANGES: dict[FaultKind, FaultKindRange] = {
 """By kind what is drawn, evenly: seconds, and how severe it is. Slow takes that share of the speed away."""
 
 PEACE = 0.1
-"""The share of a schedule at either end in which nothing befalls anybody, though no more than `PEACE_SECONDS`."""
+"""The share of a schedule at either end without faults, at most `PEACE_SECONDS`."""
 PEACE_SECONDS = 15.0
 BREATH_SECONDS = 3.0
 """Between two faults of one target, so that the second finds it at work."""
@@ -107,10 +107,10 @@ def draw_schedule(
 ) -> tuple[Fault, ...]:
     """Return the faults of one run, in the order of their times.
 
-    seconds: that the run takes.  nodes: the targets beside the broker.  kinds: what befalls nodes; the first faults are
+    seconds: that the run takes.  nodes: the targets beside the broker.  kinds: of faults of nodes; the first faults are
     one of each, and from then on the kind is drawn.  mean_seconds: between two faults of nodes.  broker_faults: of
     `broker_kinds`, spread over the run, one in each of as many equal parts.
-    Raises ConfigError if there is no time for a fault, or nobody whom it could befall.
+    Raises ConfigError if there is no time for a fault, or no target.
     """
     if not seconds > 0 or not mean_seconds > 0:
         raise ConfigError(f"a schedule takes some time: got {seconds:g} s, a fault each {mean_seconds:g} s")

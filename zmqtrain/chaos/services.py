@@ -44,7 +44,7 @@ LAST_LINES = 20
 
 
 @dataclass
-class Life:
+class ProcessRun:
     """One process of a service. began_at, ready_at, ended_at: by the monotonic clock, 0: not yet; code: its exit
     code, negative for a signal; killed: it was ended from here."""
 
@@ -76,7 +76,7 @@ class Service:
     ) -> None:
         self.name, self.log, self.ready, self.restart_seconds = name, log, ready, restart_seconds
         self.clock_file = clock_file
-        self.lives: list[Life] = []
+        self.lives: list[ProcessRun] = []
         self.last_lines: list[str] = []
         self.wanted = self.over = False
         self._start_process = start
@@ -100,7 +100,7 @@ class Service:
         """Start it, and from now on keep it alive."""
         self.wanted, self.over = True, False
         process, now = self._start_process(), time.monotonic()
-        life = Life(process, now, 0.0 if self.ready else now)
+        life = ProcessRun(process, now, 0.0 if self.ready else now)
         self.lives.append(life)
         if self._disk_full:  # it is no less full for who is started again
             self._limit_files(0)
@@ -131,7 +131,7 @@ class Service:
             time.sleep(0.01)
         return bool(self.lives[-1].ready_at)
 
-    def _read(self, life: Life) -> None:
+    def _read(self, life: ProcessRun) -> None:
         assert life.process.stdout is not None
         with self.log.open("ab") as log, life.process.stdout as said:
             for line in said:

@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -23,17 +22,16 @@ from zmqtrain import __version__
 from zmqtrain.broker.broker import Broker
 from zmqtrain.broker.checkpoint import MODEL_FILE, RUNS, RunFolders, part_file
 from zmqtrain.broker.serve import serve
-from zmqtrain.broker.standby import MasterPlace, Standby, StandbyPlace
-from zmqtrain.checkpoint.model_files import read_beginning
+from zmqtrain.broker.standby import MasterPlace, StandbyPlace
 from zmqtrain.cli.display import Display, log_to_stderr, plural, say
-from zmqtrain.cli.ending import leave_at_once, run_command
+from zmqtrain.cli.ending import leave_at_once
 from zmqtrain.cli.settings import (
     File,
     Folder,
     PortOptions,
     RunOptions,
     check_host,
-    read_config,
+    command,
     require,
 )
 from zmqtrain.core.errors import CheckpointError, ConfigError
@@ -178,96 +176,97 @@ PROGRAM = "zmqtrain-broker"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the broker until its run is over or it is interrupted; return the exit code."""
-    return run_command(PROGRAM, lambda: _run(read_config(BrokerConfig, PROGRAM, argv)), service=True)
-
-
 def _run(config: BrokerConfig) -> int:
     log_to_stderr(config.verbose)
-    settings = RunSettings.from_dict(config.to_dict())
-    unknown = check_program(settings)
-    check_checkpoint(RUNS if config.checkpoint is None and not config.no_checkpoint else config.checkpoint)
-    beginning = None
-    if config.from_file is not None:
-        beginning = read_beginning(config.from_file, settings.program, settings.program_arguments)
-    keys = open_keys(config)
-    place, standby = _place(config), _standby(config)
-    facts = {"zmqtrain": __version__, "began": time.time()}
-    recorder = None if config.record is None else BrokerRecorder(config.record, facts)
-    latest: list[Roster] = []
-    what = describe_program(settings) if place is None else f"shard {config.shard}"
-    if standby is not None:
-        what = f"the run of {config.standby}"
-    display = Display(lambda: latest[-1] if latest else None, f"broker: {what}")
+    return _BrokerProgram(config).run()
 
-    folders: list[Path | None] = []
-    is_new = config.checkpoint is None and not config.no_checkpoint and place is None and standby is None
-    former = RunFolders().cut_short() if is_new else None
 
-    def ready(broker: Broker) -> None:
-        folders.append(broker.folder)
-        hub = broker.hub
+class _BrokerProgram:
+    """One broker: what is printed when it starts, takes over, is interrupted and ends."""
+
+    def __init__(self, config: BrokerConfig) -> None:
+        self._config = config
+        self._settings = RunSettings.from_dict(config.to_dict())
+        self._unknown = check_program(self._settings)
+        own_folder = config.checkpoint is None and not config.no_checkpoint
+        check_checkpoint(RUNS if own_folder else config.checkpoint)
+        self._beginning = config.read_beginning(self._settings)
+        self._keys = open_keys(config)
+        self._place, self._standby = _place(config), _standby(config)
+        self._is_first = self._place is None and self._standby is None
+        self._checkpoint = RunFolders() if own_folder else config.checkpoint
+        self._unfinished = RunFolders().cut_short() if own_folder and self._is_first else None
+        self._roster: Roster | None = None
+        self._folder: Path | None = None
+        trained = describe_program(self._settings) if self._place is None else f"shard {config.shard}"
+        what = trained if self._standby is None else f"the run of {config.standby}"
+        self._display = Display(lambda: self._roster, f"broker: {what}")
+
+    def run(self) -> int:
+        config, recorder = self._config, None
+        if config.record is not None:
+            recorder = BrokerRecorder(config.record, {"zmqtrain": __version__, "began": time.time()})
+        try:
+            statistics = serve(
+                config.bind,
+                self._settings if self._is_first else None,
+                keys=self._keys,
+                checkpoint=self._checkpoint,
+                checkpoint_every=config.checkpoint_every,
+                checkpoint_keep=config.checkpoint_keep,
+                ready=self._ready,
+                watch=self._watch,
+                interrupted=self._interrupted,
+                events=recorder,
+                share=link_share(config.link, config.share),
+                place=self._place,
+                standby=self._standby,
+                beginning=self._beginning,
+                following=lambda standby: say(standby_greeting(standby.follower.run, config, standby.address)),
+            )
+        finally:
+            self._display.close()
+            if recorder is not None:
+                recorder.close()
+        if self._standby is not None and statistics.version < 0:
+            print("ended as a standby that was not needed")
+            return 0
+        over = self._roster is not None and 0 < self._roster.units_total <= self._roster.units_done
+        say(result(statistics.version, statistics.contributions, self._folder, self._folder, over=over))
+        return 0
+
+    def _ready(self, broker: Broker) -> None:
+        config, hub, self._folder = self._config, broker.hub, broker.folder
         if hub.ledger.finished:
-            say(finished(hub.run, hub.version, hub.ledger.total))
-            return
-        if standby is not None:
-            say(takeover_greeting(broker.hub.run, broker.hub.version, broker.hub.term))
-        elif place is None:
-            resumed = broker.hub.version if beginning is None else -1
-            say(greeting(config, broker.hub.run, resumed, broker.channel.address, keys))
+            return say(finished(hub.run, hub.version, hub.ledger.total))
+        if self._standby is not None:
+            say(takeover_greeting(hub.run, hub.version, hub.term))
+        elif self._place is None:
+            resumed = hub.version if self._beginning is None else -1
+            say(greeting(config, hub.run, resumed, broker.channel.address, self._keys))
         else:
-            say(shard_greeting(config, broker.hub.run, broker.hub.version, broker.public_address))
-        if beginning is not None:
-            say(f"it begins with {beginning.path}: {beginning.facts.description}")
+            say(shard_greeting(config, hub.run, hub.version, broker.public_address))
+        if self._beginning is not None:
+            say(f"it begins with {self._beginning.path}: {self._beginning.facts.description}")
         say(saving(broker.folder))
-        if former is not None:
-            say(f"note: the broker of another run did not end in order; to go on with that:\n  --checkpoint {former}")
-        if place is None:
-            say(f"to end the run and all its nodes:\n  {stop_line(broker.channel.address, keys)}")
-        if unknown:
-            print(unknown, file=sys.stderr, flush=True)
-        display.start()
+        if self._unfinished is not None:
+            say(
+                "note: the broker of another run did not end in order; to go on with that:\n"
+                f"  --checkpoint {self._unfinished}"
+            )
+        if self._place is None:
+            say(f"to end the run and all its nodes:\n  {stop_line(broker.channel.address, self._keys)}")
+        if self._unknown:
+            print(self._unknown, file=sys.stderr, flush=True)
+        self._display.start()
 
-    def following(follower: Standby) -> None:
-        say(standby_greeting(follower.follower.run, config, follower.address))
+    def _watch(self, roster: Roster) -> None:
+        self._roster = roster
 
-    def watch(roster: Roster) -> None:
-        latest[:] = [roster]
-
-    def interrupted(count: int) -> None:
+    def _interrupted(self, count: int) -> None:
         if count > 1:
             leave_at_once()
-        display.say(ending(latest[-1] if latest else None, folders[-1] if folders else None))
-
-    try:
-        statistics = serve(
-            config.bind,
-            settings if place is None and standby is None else None,
-            keys=keys,
-            checkpoint=RunFolders() if config.checkpoint is None and not config.no_checkpoint else config.checkpoint,
-            checkpoint_every=config.checkpoint_every,
-            checkpoint_keep=config.checkpoint_keep,
-            ready=ready,
-            watch=watch,
-            interrupted=interrupted,
-            events=recorder,
-            share=link_share(config.link, config.share),
-            place=place,
-            standby=standby,
-            beginning=beginning,
-            following=following,
-        )
-    finally:
-        display.close()
-        if recorder is not None:
-            recorder.close()
-    if standby is not None and statistics.version < 0:
-        print("ended as a standby that was not needed")
-        return 0
-    over = bool(latest) and 0 < latest[-1].units_total <= latest[-1].units_done
-    say(result(statistics.version, statistics.contributions, folders[-1], folders[-1], over=over))
-    return 0
+        self._display.say(ending(self._roster, self._folder))
 
 
 def finished(run: str, version: int, units: int) -> str:
@@ -555,6 +554,8 @@ def takeover_greeting(run: str, version: int, term: int) -> str:
         f"{run}: this broker has taken over, at version {max(0, version)}, as term {term}; its nodes come by themselves"
     )
 
+
+main = command(BrokerConfig, PROGRAM, _run, service=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,9 +26,8 @@ from rich.table import Table
 from zmqtrain.chaos.run import KEEP_ALL, READY, Outcome, Run, hub_folder, record_of
 from zmqtrain.chaos.schedule import BROKER, FaultKind, check_kinds, draw_schedule
 from zmqtrain.chaos.services import Proxy, Service
-from zmqtrain.cli.display import Terminal, format_count, format_number, format_seconds
-from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import read_config, require
+from zmqtrain.cli.display import Terminal, figures_table, format_count, format_number, format_seconds
+from zmqtrain.cli.settings import command, require
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import sharing_card
 
@@ -91,11 +90,6 @@ class ChaosConfig:
             )
         if self.folder is not None and self.folder.exists() and any(self.folder.iterdir()):
             raise ConfigError(f"the folder {self.folder} is not empty: a run's book begins in a folder of its own")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run, break and judge; return the exit code: 1 where something landed twice, or was lost."""
-    return run_command(PROGRAM, lambda: _run(read_config(ChaosConfig, PROGRAM, argv)))
 
 
 def _run(config: ChaosConfig) -> int:
@@ -174,12 +168,9 @@ def _service(folder: Path, name: str, module: str, line: Sequence[str], ready: s
 
 def outcome_table(outcome: Outcome) -> Table:
     """Return what a run that was broken came to."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column()
-    judged, not_done = outcome.audit, sum(bool(deed.trouble) for deed in outcome.deeds)
+    judged, not_done = outcome.audit, sum(bool(event.trouble) for event in outcome.events)
     rows = {
-        "faults": f"{len(outcome.deeds) - not_done} done" + (f", {not_done} could not be" if not_done else ""),
+        "faults": f"{len(outcome.events) - not_done} done" + (f", {not_done} could not be" if not_done else ""),
         "started again": f"{outcome.restarts} processes, none by hand",
         "took": format_seconds(outcome.seconds) + ("" if outcome.ended else "; not all came to their end in time"),
         "samples": f"{format_count(judged.samples)} in the parameters of {format_count(judged.computed)} computed",
@@ -190,10 +181,7 @@ def outcome_table(outcome: Outcome) -> Table:
         "sum": f"of {outcome.history.last:,} aggregates, compared with {len(outcome.history.compared)} checkpoints",
         "ledger": "exactly once" if not outcome.faults else f"{len(outcome.faults)} faults",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return figures_table(rows)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(ChaosConfig, PROGRAM, _run)

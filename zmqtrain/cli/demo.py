@@ -12,7 +12,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +23,9 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from zmqtrain.cli.display import Display, Terminal, format_bytes, format_count, format_number, log_to_stderr
-from zmqtrain.cli.ending import first_interrupt, run_command
+from zmqtrain.cli.ending import first_interrupt
 from zmqtrain.cli.local import LOOK_SECONDS, Federation
-from zmqtrain.cli.settings import LogOptions, read_config, require
+from zmqtrain.cli.settings import LogOptions, command, require
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import how_to_install
 from zmqtrain.core.settings import RunSettings
@@ -213,11 +212,6 @@ def ideal_sentence(nodes: int) -> str:
         f"one computer with the batch of all {nodes} nodes and no network, computed at full speed; "
         "its seconds are steps times the pace"
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit code."""
-    return run_command(PROGRAM, lambda: _run(read_config(DemoConfig, PROGRAM, argv)))
 
 
 def _run(config: DemoConfig) -> int:
@@ -410,6 +404,8 @@ def draw(figure_type: Any, together: Curve, single: Curve, ideal: Curve, pace_se
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another folder with --output") from error
 
+
+main = command(DemoConfig, PROGRAM, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

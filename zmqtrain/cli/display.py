@@ -456,6 +456,16 @@ def _cell(value: float, form: str) -> str:
     return form.format(value) if abs(value) < MOST_DIGITS else format_count(value)
 
 
+def figures_table(rows: Mapping[str, str]) -> Table:
+    """Return figures with their names, one a row."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column()
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
 # ---------------------------------------------------------------------- alive
 
 

@@ -15,7 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -25,8 +25,7 @@ from typing import Any
 from rich.table import Table
 
 from zmqtrain.cli.display import Terminal, format_bytes, log_to_stderr, plural
-from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import Hub, HubOptions, read_config
+from zmqtrain.cli.settings import Hub, HubOptions, command
 from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.core.installed import has_nvidia_driver, how_to_install
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
@@ -279,11 +278,6 @@ class Finding:
     remedy: str = ""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the findings; return the exit code: 0 if all is well, 1 if something is to be fixed."""
-    return run_command(PROGRAM, lambda: _run(read_config(DoctorConfig, PROGRAM, argv)))
-
-
 def _run(config: DoctorConfig) -> int:
     log_to_stderr(False)
     access = find_access(config.hub, config.server_key, config.keys)
@@ -474,5 +468,4 @@ def _trips(trips: RoundTrips) -> str:
     return f"{1e3 * trips.p50:.2f} ms, 99 of 100 under {1e3 * trips.p99:.2f} ms"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(DoctorConfig, PROGRAM, _run)

@@ -7,7 +7,6 @@ model file where that is of the same version (it may hold the best version inste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,8 +20,7 @@ from zmqtrain.averaging.snapshot import split_snapshot
 from zmqtrain.broker.checkpoint import MODEL_FILE, RunFolder, join_parts, merge_parts, model_arrays, part_file
 from zmqtrain.checkpoint.model_files import ModelFacts, facts_from_state, read_model, write_model
 from zmqtrain.cli.display import log_to_stderr
-from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import HubOptions, LogOptions, check_host, check_new_file, read_config
+from zmqtrain.cli.settings import HubOptions, LogOptions, check_host, check_new_file, command
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import CheckpointError, ConfigError, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
@@ -162,11 +160,6 @@ class ExportConfig(HubOptions):
         return "://" in self.source
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the model, and say what it is; return the exit code."""
-    return run_command("zmqtrain export", lambda: _export(read_config(ExportConfig, "zmqtrain export", argv)))
-
-
 def _export(config: ExportConfig) -> int:
     log_to_stderr(False)
     if config.of_a_hub:
@@ -178,6 +171,9 @@ def _export(config: ExportConfig) -> int:
     write_model(config.out, arrays, facts)
     print(f"{config.out}: {facts.description}; {sum(array.size for array in arrays.values()):,} values")
     return 0
+
+
+main = command(ExportConfig, "zmqtrain export", _export)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +195,11 @@ class MergeConfig(LogOptions):
         check_new_file(self.out)
 
 
-def merge_main(argv: Sequence[str] | None = None) -> int:
-    """Write the model; return the exit code."""
-    return run_command("zmqtrain merge", lambda: _merge(read_config(MergeConfig, "zmqtrain merge", argv)))
-
-
 def _merge(config: MergeConfig) -> int:
     log_to_stderr(config.verbose)
     values = merge_parts(config.parts, config.out)
     print(f"{config.out}: {values:,} values of {len(config.parts)} parts")
     return 0
+
+
+merge_main = command(MergeConfig, "zmqtrain merge", _merge)

@@ -14,21 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Unpack
 
 from zmqtrain.broker.checkpoint import RunFolders, new_run
-from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.broker.serve import BrokerThread, ServeOptions
 from zmqtrain.broker.standby import MasterPlace
-from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr, plural, say
-from zmqtrain.cli.ending import first_interrupt, run_command
+from zmqtrain.cli.ending import first_interrupt
 from zmqtrain.cli.settings import (
     RunOptions,
-    read_config,
+    command,
     require,
 )
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
@@ -105,10 +103,9 @@ class _Child:
 class Federation:
     """A broker, or several masters, and its node processes on 127.0.0.1, from `with` to the end of the block.
 
-    pace_seconds, exchange: of every node.  run: the id of a new run; "": one is drawn.  beginning: the
-    parameters that a new run begins with.  pin: give each node a share of
-    the cores.  watch: called with every roster, in the broker's thread.  At the end of the block the nodes send what
-    they have, then the broker saves and ends.
+    pace_seconds, exchange: of every node.  pin: give each node a share of the cores.  options: of the broker; each
+    broker and node has a folder of its own in that of `checkpoint`.
+    At the end of the block the nodes send what they have, then the broker saves and ends.
     """
 
     def __init__(
@@ -118,35 +115,23 @@ class Federation:
         *,
         pace_seconds: float = 0.0,
         pin: bool = True,
-        checkpoint: Path | None = None,
-        checkpoint_every: str = "",
-        checkpoint_keep: int = 3,
-        run: str = "",
-        watch: Callable[[Roster], None] = lambda roster: None,
         exchange: str = "hub",
-        beginning: Beginning | None = None,
+        **options: Unpack[ServeOptions],
     ) -> None:
         self.settings, self.nodes, self.pace_seconds, self.pin = settings, nodes, pace_seconds, pin
-        self.exchange, self._run, self._beginning = exchange, run, beginning
+        self.exchange, self._options = exchange, options
+        checkpoint = options.get("checkpoint")
+        self._folder = checkpoint if isinstance(checkpoint, Path) else None
         self._broker: BrokerThread | None = None
         self._others: list[BrokerThread] = []
-        self._checkpoint, self._watch = checkpoint, watch
-        self._checkpoint_every, self._checkpoint_keep = checkpoint_every, checkpoint_keep
         self._children: list[_Child] = []
         self._members: dict[str, dict[str, int | float | str | bool]] = {}
         self._stopping = False
 
     def __enter__(self) -> Federation:
-        self._broker = BrokerThread(
-            HERE,
-            self.settings,
-            checkpoint=self._checkpoint_of(0),
-            checkpoint_every=self._checkpoint_every,
-            checkpoint_keep=self._checkpoint_keep,
-            run=self._run,
-            beginning=self._beginning,
-            watch=self._watch,
-        )
+        options = self._options.copy()
+        options["checkpoint"] = self._checkpoint_of(0)
+        self._broker = BrokerThread(HERE, self.settings, **options)
         try:
             for shard in range(1, self.settings.masters):
                 self._others.append(self._start_master(shard))
@@ -167,17 +152,17 @@ class Federation:
 
     def _checkpoint_of(self, shard: int) -> Path | None:
         """Return the folder of one master: each has one in that of the run."""
-        if self._checkpoint is None:
+        if (folder := self._folder) is None:
             return None
-        return self._checkpoint / ("broker" if self.settings.masters == 1 else f"shard-{shard}")
+        return folder / ("broker" if self.settings.masters == 1 else f"shard-{shard}")
 
     def _start_master(self, shard: int) -> BrokerThread:
         return BrokerThread(
             HERE,
             None,
             checkpoint=self._checkpoint_of(shard),
-            checkpoint_every=self._checkpoint_every,
-            checkpoint_keep=self._checkpoint_keep,
+            checkpoint_every=self._options.get("checkpoint_every", ""),
+            checkpoint_keep=self._options.get("checkpoint_keep", 3),
             place=MasterPlace(shard=shard, masters=self.settings.masters, first=self.broker.address),
         )
 
@@ -243,9 +228,10 @@ class Federation:
         name = f"node-{index + 1}"
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "zmqtrain.cli.node", self.broker.address, "--name", name, "--follow-stdin"]
-        if self._checkpoint is not None and self.settings.masters == 1 and self.exchange == "hub":
-            keep = ["--checkpoint-every", self._checkpoint_every, "--checkpoint-keep", str(self._checkpoint_keep)]
-            command += ["--checkpoint", str(self._checkpoint / name), "--new-run", *keep]
+        if self._folder is not None and self.settings.masters == 1 and self.exchange == "hub":
+            command += ["--checkpoint", str(self._folder / name), "--new-run"]
+            command += ["--checkpoint-every", self._options.get("checkpoint_every", "")]
+            command += ["--checkpoint-keep", str(self._options.get("checkpoint_keep", 3))]
         process = subprocess.Popen(
             sharing_card([*command, "--pace-seconds", str(self.pace_seconds), "--exchange", self.exchange]),
             stdin=subprocess.PIPE,
@@ -279,17 +265,6 @@ def share_of_cores(index: int, nodes: int) -> set[int]:
     return set(cores[index * each : (index + 1) * each])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a federation until it is over, its time is up, or it is interrupted; return the exit code."""
-    return run_command(PROGRAM, lambda: _run(read_config(LocalConfig, PROGRAM, argv)))
-
-
-def _beginning(config: LocalConfig, settings: RunSettings) -> Beginning | None:
-    if config.from_file is None:
-        return None
-    return read_beginning(config.from_file, settings.program, settings.program_arguments)
-
-
 def _run(config: LocalConfig) -> int:
     log_to_stderr(config.verbose)
     settings = RunSettings.from_dict(config.to_dict())
@@ -307,7 +282,7 @@ def _run(config: LocalConfig) -> int:
         checkpoint_every=config.checkpoint_every,
         checkpoint_keep=config.checkpoint_keep,
         exchange=config.exchange,
-        beginning=_beginning(config, settings),
+        beginning=config.read_beginning(settings),
     )
     lost: list[Departure] = []
     with federation:
@@ -342,5 +317,4 @@ def _run(config: LocalConfig) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(LocalConfig, PROGRAM, _run)

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from zmqtrain import __version__
 from zmqtrain.cli.display import (
     Display,
     Terminal,
+    figures_table,
     format_bytes,
     format_count,
     format_number,
@@ -36,7 +37,7 @@ from zmqtrain.cli.display import (
     log_to_stderr,
     say,
 )
-from zmqtrain.cli.ending import end_signals, leave_at_once, leave_without_teardown, run_command, watch_signals
+from zmqtrain.cli.ending import end_signals, leave_at_once, leave_without_teardown, watch_signals
 from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
 from zmqtrain.cli.settings import (
     CheckpointOptions,
@@ -47,7 +48,7 @@ from zmqtrain.cli.settings import (
     Hubs,
     PortOptions,
     check_host,
-    read_config,
+    command,
     require,
 )
 from zmqtrain.core.errors import ConfigError, DataError, ModelMismatch
@@ -217,11 +218,6 @@ GOODBYE_SECONDS = 3.0
 """So long at most a node that has trained nothing takes to say goodbye."""
 
 Batch = TypeVar("Batch")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Join the run, train until it is over or interrupted, say what came of it; return the exit code."""
-    return run_command(PROGRAM, lambda: _run(read_config(NodeConfig, PROGRAM, argv)), service=True)
 
 
 def _run(config: NodeConfig) -> int:
@@ -488,9 +484,6 @@ def result_table(result: TrainingResult, sample_word: str, in_lockstep: bool = F
     """Return the figures of a node that has ended. in_lockstep: each step was an exchange."""
     figures = result.statistics
     exchanges = max(1, figures.aggregates_applied)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column()
     rows = [
         ("trained for", format_seconds(result.seconds)),
         ("steps", f"{figures.steps:,}"),
@@ -502,10 +495,8 @@ def result_table(result: TrainingResult, sample_word: str, in_lockstep: bool = F
         ("median age", f"{format_number(figures.age_steps, 0)} steps"),
         ("held", f"{1000 * figures.held_seconds / exchanges:.1f} ms of training per exchange"),
     ]
-    for name, value in rows:
-        if not (in_lockstep and name in ("offers", "aggregates", "median age")):
-            table.add_row(name, value)
-    return table
+    left_out = ("offers", "aggregates", "median age") if in_lockstep else ()
+    return figures_table({name: value for name, value in rows if name not in left_out})
 
 
 def _end_with_stdin() -> None:
@@ -517,6 +508,8 @@ def _end_with_stdin() -> None:
         pass
     leave_at_once()
 
+
+main = command(NodeConfig, PROGRAM, _run, service=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from zmqtrain.cli.display import Display, Terminal, log_to_stderr, roster_headline, roster_legend, roster_table
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import File, Folder, Hub, HubOptions, Hubs, check_host, read_config
+from zmqtrain.cli.settings import File, Folder, Hub, HubOptions, Hubs, check_host, command, read_config
 from zmqtrain.core.errors import ConfigError, HubUnreachable
 from zmqtrain.core.installed import command_word
 from zmqtrain.node.connect import connect, promote, stop
@@ -66,11 +66,6 @@ class StatusConfig(HubOptions):
         parse_addresses(self.hub)
 
 
-def status_main(argv: Sequence[str] | None = None) -> int:
-    """Print the roster of a run (or go on showing it); return the exit code."""
-    return run_command("zmqtrain status", lambda: _show_status(read_config(StatusConfig, "zmqtrain status", argv)))
-
-
 def _show_status(config: StatusConfig) -> int:
     log_to_stderr(False)
     check_host(config.hub)
@@ -86,6 +81,9 @@ def _show_status(config: StatusConfig) -> int:
         else:
             _print_roster(roster, title)
     return 0
+
+
+status_main = command(StatusConfig, "zmqtrain status", _show_status)
 
 
 def _print_roster(roster: Roster, title: str) -> None:
@@ -193,11 +191,6 @@ class PromoteConfig(OperatorOptions):
     """How long to wait for the takeover."""
 
 
-def stop_main(argv: Sequence[str] | None = None) -> int:
-    """End a run, and say when it has ended; return the exit code."""
-    return run_command("zmqtrain stop", lambda: _stop(read_config(StopConfig, "zmqtrain stop", argv)))
-
-
 def _stop(config: StopConfig) -> int:
     log_to_stderr(False)
     check_host(config.hub)
@@ -213,9 +206,7 @@ def _stop(config: StopConfig) -> int:
     return 0
 
 
-def promote_main(argv: Sequence[str] | None = None) -> int:
-    """Have a standby take over, and say what it serves then; return the exit code."""
-    return run_command("zmqtrain promote", lambda: _promote(read_config(PromoteConfig, "zmqtrain promote", argv)))
+stop_main = command(StopConfig, "zmqtrain stop", _stop)
 
 
 def _promote(config: PromoteConfig) -> int:
@@ -224,6 +215,9 @@ def _promote(config: PromoteConfig) -> int:
     run, version, term = promote(config.hub, config.server_key, config.keys, config.wait_seconds)
     print(f"{config.hub} serves {run} now, from version {max(0, version)} on, as term {term}")
     return 0
+
+
+promote_main = command(PromoteConfig, "zmqtrain promote", _promote)
 
 
 # ---------------------------------------------------------------------- keys

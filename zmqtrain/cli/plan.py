@@ -7,7 +7,6 @@ estimates with (`runtime.memory`).  Rule 2: a plan that does not fit the card is
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from shlex import quote
@@ -15,9 +14,8 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from zmqtrain.cli.display import Terminal, format_bytes, format_count, plural
-from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import read_config
+from zmqtrain.cli.display import Terminal, figures_table, format_bytes, format_count, plural
+from zmqtrain.cli.settings import command
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
@@ -120,11 +118,6 @@ class PlanConfig:
                 coding_from_spec(spec)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a plan; return the exit code: 1 if it does not fit the card that was named."""
-    return run_command(PROGRAM, lambda: _run(read_config(PlanConfig, PROGRAM, argv)))
-
-
 def _run(config: PlanConfig) -> int:
     wish = wish_of(config)
     plan, others = make_plan(wish), list(variants(wish))
@@ -219,15 +212,6 @@ def _plan_table(config: PlanConfig, plan: Plan) -> Table:
     wish, predicted, load = plan.wish, plan.prediction, plan.load
     count = format_count(wish.parameters)
     where = f"{wish.masters} masters" if wish.masters > 1 else "one master"
-    table = Table(
-        title=f"{count} parameters, {plural(wish.nodes, 'node')}, {where}, a step of {config.step_ms:g} ms",
-        title_justify="left",
-        box=None,
-        show_header=False,
-        pad_edge=False,
-    )
-    table.add_column()
-    table.add_column()
     both = plan.codec if plan.broadcast_codec == plan.codec else f"{plan.codec} up, {plan.broadcast_codec} down"
     pieces = "all in each exchange" if load.pieces else "one in each exchange"
     share, least, most = plan.speedup / plan.ideal, plan.speedup * (1 - SPREAD), plan.speedup * (1 + SPREAD)
@@ -249,8 +233,9 @@ def _plan_table(config: PlanConfig, plan: Plan) -> Table:
         "efficiency": f"{predicted.efficiency:.3f}",
         "age": plural(predicted.age_steps, "step"),
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
+    table = figures_table(rows)
+    table.title = f"{count} parameters, {plural(wish.nodes, 'node')}, {where}, a step of {config.step_ms:g} ms"
+    table.title_justify = "left"
     return table
 
 
@@ -314,5 +299,4 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(PlanConfig, PROGRAM, _run)

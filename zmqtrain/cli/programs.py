@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
 from zmqtrain.cli.display import visible
-from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import read_config
+from zmqtrain.cli.settings import command
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs import ENTRY_POINT_GROUP, program_names, program_source
 
@@ -32,11 +29,6 @@ class ProgramsConfig:
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = ""
     """One of them, to read what its arguments mean; empty: all."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the programs; return the exit code."""
-    return run_command(PROGRAM, lambda: _run(read_config(ProgramsConfig, PROGRAM, argv)))
 
 
 def _run(config: ProgramsConfig) -> int:
@@ -79,5 +71,4 @@ def describe_one(name: str, whole: bool) -> str:
     return "\n".join([text, listed, *more])
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(ProgramsConfig, PROGRAM, _run)

@@ -21,17 +21,19 @@ import socket
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zmqtrain import __version__
 from zmqtrain.checkpoint.folder import every_from_text
+from zmqtrain.checkpoint.model_files import Beginning, read_beginning
+from zmqtrain.cli.ending import run_command
 from zmqtrain.core.errors import ConfigError, NotHereYet
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RunSettings, read_steps
 from zmqtrain.planning.auto import link_share
@@ -184,6 +186,12 @@ class RunOptions(CheckpointOptions, FileOptions, RunSettings):
             raise ConfigError("--no-checkpoint says that nothing is saved, and --checkpoint where: leave one out")
         self.check_checkpoints(self.mode == "strict")
 
+    def read_beginning(self, settings: RunSettings) -> Beginning | None:
+        """Return the parameters that a new run begins with, None without --from. Raises ConfigError."""
+        if self.from_file is None:
+            return None
+        return read_beginning(self.from_file, settings.program, settings.program_arguments)
+
 
 def require(name: str, value: float, least: float, most: int = MOST) -> None:
     """Raise ConfigError unless least <= value <= most."""
@@ -253,6 +261,22 @@ def _short_usage(program: str) -> Iterator[None]:
             positional = re.sub(r" \[[^]]*\]", "", plain.partition(" [-h]")[2])
             usage = f"usage: {program} [-h] [OPTIONS]{positional}"
         print(f"{usage}\n{rest}", end="")
+
+
+class Main(Protocol):
+    """A command: takes argv (None: of this process), returns the exit code."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        """Run it."""
+
+
+def command(kind: type[Config], program: str, run: Callable[[Config], int], service: bool = False) -> Main:
+    """Return the command that reads its settings and runs with them. service: see `run_command`."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return run_command(program, lambda: run(read_config(kind, program, argv)), service)
+
+    return main
 
 
 NUMBERS = ConstructorRegistry()

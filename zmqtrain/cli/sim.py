@@ -19,6 +19,7 @@ from rich.table import Table
 
 from zmqtrain.cli.display import (
     Terminal,
+    figures_table,
     format_bytes,
     format_count,
     format_number,
@@ -26,8 +27,7 @@ from zmqtrain.cli.display import (
     format_seconds,
     log_to_stderr,
 )
-from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import LogOptions, read_config
+from zmqtrain.cli.settings import LogOptions, command
 from zmqtrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,11 +72,6 @@ class SimConfig(LogOptions):
             raise ConfigError("a scenario is simulated, or a recorded run replayed, not both: leave one of them out")
         if len(self.replay) == 1:
             raise ConfigError("--replay takes the broker's file and, behind it, those of all its nodes")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate a scenario and print what came of it; return the exit code."""
-    return run_command(PROGRAM, lambda: _run(read_config(SimConfig, PROGRAM, argv)))
 
 
 def _run(config: SimConfig) -> int:
@@ -166,9 +161,6 @@ def _show(console: Terminal, record: dict[str, Any]) -> None:
 
 def result_tables(result: SimResult) -> list[Table]:
     """Return the figures of the run, and those of its nodes, if any has ended by itself."""
-    run = Table(box=None, show_header=False, pad_edge=False)
-    run.add_column()
-    run.add_column()
     rows = {
         "virtual time": f"{format_seconds(result.seconds)}, simulated in {format_seconds(result.wall_seconds)}",
         "held-out": format_scores(result.scores),
@@ -179,8 +171,6 @@ def result_tables(result: SimResult) -> list[Table]:
     }
     if result.target_seconds < inf:
         rows["target loss after"] = format_seconds(result.target_seconds)
-    for name, value in rows.items():
-        run.add_row(name, value)
     nodes = Table(title="nodes that ended by themselves", title_justify="left")
     columns = ("node", "steps", "offers", "put off", "aggregates", "median age", "sent", "received")
     for column in columns:
@@ -192,8 +182,7 @@ def result_tables(result: SimResult) -> list[Table]:
             str(figures.aggregates_applied), format_number(figures.age_steps, 0), format_bytes(figures.bytes_sent),
             format_bytes(figures.bytes_received),
         )  # fmt: skip
-    return [run, nodes] if result.nodes else [run]
+    return [figures_table(rows), *([nodes] if result.nodes else [])]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = command(SimConfig, PROGRAM, _run)
