@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from channels import HERE, run
 
@@ -44,7 +45,7 @@ def test_a_refusal_is_remembered_while_the_next_address_is_silent_and_until_one_
         peer = Peer(PeerId("pc-1#11"), "pc-1", addresses=(closed.address, silent.address))
         channel = DealerChannel.connect(closed.address, peer=peer.peer, keys=OWN, server_key=HUB.public)
         listener = Listener()
-        link = HubSession(lambda: channel, peer, closed.address, listener)  # type: ignore[arg-type]
+        link = HubSession(SimpleNamespace(dial=lambda *_: channel), peer, closed.address, listener)  # type: ignore[arg-type]
         living = asyncio.create_task(link._main())
         while channel.refused != "key":
             await channel.changed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from math import nan
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ class Node:
     def __init__(self, hub, name, on_chunk=lambda number, frame: frame):
         self.peer = Peer(PeerId(f"{name}#1"), name)
         self.way = Way(hub.connect(self.peer.peer), on_chunk)
-        self.link = HubSession(lambda: self.way, self.peer, hub.address, self)
+        self.link = HubSession(SimpleNamespace(dial=lambda *_: self.way), self.peer, hub.address, self)
         self.coder = DeltaCoder(MODEL, SETTINGS)
         self.delivered, self.failure, self.params = [], None, None
         self.task = asyncio.create_task(self.link._main())

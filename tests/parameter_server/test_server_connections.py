@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from tests.fixed import fixed_run
 from zmqtrain.core.errors import ChannelClosed, ConfigError, JoinRefused, PeerLost
-from zmqtrain.core.types import Lane, PeerId
+from zmqtrain.core.types import Lane
 from zmqtrain.parameter_server.server_connections import ServerConnection
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import decode_head, encode_message, split
@@ -85,7 +86,7 @@ def lived(story):
 
     async def live():
         wire, owner = Wire(), Owner()
-        line = ServerConnection(owner, 1, "tcp://b:5555", lambda: wire, PeerId("a#1"))
+        line = ServerConnection(owner, 1, "tcp://b:5555", SimpleNamespace(dial=lambda *_: wire))
         await wire.told(Hello)
         wire.say(Welcome("run", -1, fixed_run().to_dict()))
         await line.welcome

@@ -97,7 +97,7 @@ class Answering(NullListener):
 
 def test_what_an_effect_brings_about_comes_after_all_that_was_wished_before() -> None:
     listener, said = Answering(), list[Message]()
-    link = listener.link = HubSession(lambda: None, Peer(PeerId("a#1"), "a"), "tcp://hub:1", listener)  # type: ignore[arg-type, return-value]
+    link = listener.link = HubSession(None, Peer(PeerId("a#1"), "a"), "tcp://hub:1", listener)  # type: ignore[arg-type, return-value]
     link.send = said.append  # type: ignore[method-assign]
     effects: Sequence[Send | Withdraw] = [
         Withdraw(1, "", ""),
@@ -111,7 +111,7 @@ def test_what_an_effect_brings_about_comes_after_all_that_was_wished_before() ->
 
 def test_a_node_that_goes_on_from_a_checkpoint_without_a_hub_says_so_once_a_minute_until_one_welcomes_it(caplog):
     peer = Peer(PeerId("a#1"), "a")
-    session = HubSession(lambda: None, peer, "tcp://hub:1", NullListener())
+    session = HubSession(None, peer, "tcp://hub:1", NullListener())
 
     def said(*seconds):
         caplog.clear()

@@ -98,7 +98,7 @@ class Role(NullListener):
 def session_of(comes_again):
     role = Role()
     peer = ProcessPeer(ID, "one", comes_again=comes_again)
-    session = HubSession(lambda: None, peer, "tcp://hub:1", role)
+    session = HubSession(None, peer, "tcp://hub:1", role)
     session.carry_out(peer.start(0.0))
     hear(session, Welcome("run-1", -1, fixed_run().to_dict()), Stamp(2, 1))
     return session, role

@@ -79,7 +79,7 @@ class Access:
         """Return whether a peer may end the run (`zmqtrain stop`), or have a standby take over."""
         return False
 
-    def connect(self, address: str, peer: PeerId) -> Channel:
+    def dial(self, address: str, peer: PeerId) -> Channel:
         """Return a channel to the broker at an address, under an id; called in the loop that reads it."""
         raise ConfigError(f"this broker reaches no other, and not the one at {address}")
 

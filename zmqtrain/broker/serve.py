@@ -134,7 +134,7 @@ class RouterAccess(Access):
         """See Access: a peer with the hub's own keys, or, where there are no keys, one on this machine."""
         return self._channel.is_of_this_machine(peer) if self._folder is None else self.has_hub_keys(peer)
 
-    def connect(self, address: str, peer: PeerId) -> Channel:
+    def dial(self, address: str, peer: PeerId) -> Channel:
         """See Access."""
         server_key = None if self._pair is None else self._pair.public
         return DealerChannel.connect(address, peer=peer, keys=self._pair, server_key=server_key)

@@ -263,9 +263,7 @@ class _Rival:
         peer = PeerId(f"first#{secrets.token_hex(4)}")
         self.peer = Peer(peer, "the first broker", role="observer", incarnation=1)
         self.peer.run, self.peer.term = run, term
-        self._link = HubSession(
-            lambda: access.connect(address, peer), self.peer, address, NullListener(), meanwhile="The run is served on"
-        )
+        self._link = HubSession(access, self.peer, address, NullListener(), meanwhile="The run is served on")
         self._link.start()
 
     def close(self) -> None:
@@ -319,9 +317,7 @@ class _FirstSession(NullListener):
     def __init__(self, peer: Peer, place: StandbyPlace | MasterPlace, access: Access, meanwhile: str) -> None:
         self._peer, self._first, self._wait_seconds = peer, place.first, place.wait_seconds
         self.stopped = False
-        self._link = HubSession(
-            lambda: access.connect(place.first, peer.peer), peer, place.first, self, meanwhile=meanwhile
-        )
+        self._link = HubSession(access, peer, place.first, self, meanwhile=meanwhile)
 
     async def _answered(self, if_refused: str, unanswered: str) -> None:
         """Wait for the first's Welcome. Raises HubUnreachable, and what has failed."""

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from zmqtrain.collectives.communicator import TIMEOUT_SECONDS
 from zmqtrain.collectives.group_connection import GroupConnection
 from zmqtrain.collectives.mesh import Meeting, MeshPort
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.framing import pack_value, unpack_value
 from zmqtrain.protocol.groups import MAX_PROCESSES
@@ -26,7 +27,7 @@ from zmqtrain.protocol.messages import JoinGroup
 from zmqtrain.transport.address import is_loopback, local_address, parse_address, public_address
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
-from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
+from zmqtrain.transport.zmq_keys import Credentials, CurveKeys, GivenKeys, GivenServerKey, read_credentials
 
 MEETING_SECONDS, DIRECT_SECONDS = 60.0, 3.0
 """A process that is not reached directly within this is reached through the hub."""
@@ -77,6 +78,18 @@ def open_port(
     return port
 
 
+class _Dialer(NamedTuple):
+    """Connects to the hub of a group; the channel shares the threads of `beside`."""
+
+    credentials: Credentials
+    beside: RouterChannel
+
+    def dial(self, address: str, peer: PeerId) -> Channel:
+        """See Dialer."""
+        hub_key, pair = self.credentials
+        return DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key, beside=self.beside)
+
+
 @dataclass
 class HubRendezvous:
     """A group's meeting at the broker at `hub` (a `Rendezvous`). listen: as in `open_port`; the rest as the hub has it.
@@ -97,12 +110,7 @@ class HubRendezvous:
         own = CurveKeys.generate() if self.hub_key is not None else None
         bound = self.listen or _address_towards(self.hub)
         router = RouterChannel.bind(bound, keys=own, admission=None if own is None else Admission())
-        peer = PeerId(f"{self.name}#{secrets.token_hex(4)}")
-
-        def open_channel() -> DealerChannel:
-            return DealerChannel.connect(self.hub, peer=peer, keys=self.pair, server_key=self.hub_key, beside=router)
-
-        connection = GroupConnection(open_channel, peer, self.hub, self.name)
+        connection = GroupConnection(_Dialer((self.hub_key, self.pair), router), self.hub, self.name)
         key, token = own.public.decode() if own is not None else "", secrets.token_hex(16)
         address = self.asked.address or public_address(bound, router.address, self.hub)
         asked = replace(self.asked, address=address, key=key, token=token)

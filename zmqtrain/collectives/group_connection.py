@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Protocol
 from zmqtrain.collectives.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes
 from zmqtrain.collectives.routes import keep
 from zmqtrain.core.errors import CollectiveTimeout, HubUnreachable, JoinRefused, ZmqTrainError
-from zmqtrain.core.interfaces import Channel
+from zmqtrain.core.interfaces import Dialer
 from zmqtrain.core.types import HUB, Buffer, HubChunk, PeerId
 from zmqtrain.protocol.failure_detector import BEAT_SECONDS
 from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, Window, list_names
@@ -109,17 +110,17 @@ class _Stream:
 
 
 class GroupConnection(NullListener):
-    """The session of one process of a group. open_channel: makes its own channel to the hub at `address`.
+    """The session of one process of a group. dialer: connects to the hub at `address`.
 
     there: whether the hub is, as far as is known.
     """
 
     messages = (Folded, Forming, Group, GroupLost, Refused, Relay, Relayed, Welcome)
 
-    def __init__(self, open_channel: Callable[[], Channel], peer: PeerId, address: str, name: str) -> None:
+    def __init__(self, dialer: Dialer, address: str, name: str) -> None:
         self.address, self.name, self.there = address, name, True
-        self._machine = ProcessPeer(peer, name, silence=HUB_SILENCE_SECONDS)
-        self.session = HubSession(open_channel, self._machine, address, self, meanwhile="Its group waits")
+        self._machine = ProcessPeer(PeerId(f"{name}#{secrets.token_hex(4)}"), name, silence=HUB_SILENCE_SECONDS)
+        self.session = HubSession(dialer, self._machine, address, self, meanwhile="Its group waits")
         self._relays = _Stream(self.session, Window(RELAY_MESSAGES, RELAY_BYTES))
         self._folds = _Stream(self.session, Window(FOLD_MESSAGES, FOLD_BYTES))
         self._listener: GroupListener | None = None

@@ -84,7 +84,14 @@ class LoopThread(Protocol):
         """Wait for its end; not in the thread itself."""
 
 
-class Environment(Protocol):
+class Dialer(Protocol):
+    """Connects to hubs, with the keys of its owner."""
+
+    def dial(self, address: str, peer: PeerId) -> Channel:
+        """Connect to the hub at an address, in the running loop; it does not wait for the hub."""
+
+
+class Environment(Dialer, Protocol):
     """Where a process gets its time, its threads and its wires: real ones, or those of a run in virtual time."""
 
     @property
@@ -109,9 +116,6 @@ class Environment(Protocol):
 
     def start(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> LoopThread:
         """Run a coroutine in a thread with an event loop of its own."""
-
-    def dial(self, address: str, peer: PeerId) -> Channel:
-        """Connect to the hub at an address, in the running loop; it does not wait for the hub."""
 
     def listen(self, address: str) -> HubChannel:
         """Open the channel of a hub at an address, in the running loop."""

@@ -30,7 +30,7 @@ from zmqtrain.core.errors import (
     NonFiniteDelta,
     ZmqTrainError,
 )
-from zmqtrain.core.interfaces import Clock, Layout, Population
+from zmqtrain.core.interfaces import Channel, Clock, Layout, Population
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import (
     Array,
@@ -216,10 +216,11 @@ class RealEnvironment:
 
     def open_link(self, node: Node, share: LinkShare) -> NodeLink:
         """See NodeEnvironment."""
-        peer, address = node.peer, node.options.addresses[0]
-        return HubSession(
-            lambda: DealerChannel.connect(address, peer=peer.peer, access=self._access), peer, address, node, share
-        )
+        return HubSession(self, node.peer, node.options.addresses[0], node, share)
+
+    def dial(self, address: str, peer: PeerId) -> Channel:
+        """See Dialer."""
+        return DealerChannel.connect(address, peer=peer, access=self._access)
 
     def open_executor(self, node: Node) -> Executor:
         """See NodeEnvironment."""

@@ -28,7 +28,7 @@ from zmqtrain.core.errors import (
     PeerLost,
     ZmqTrainError,
 )
-from zmqtrain.core.interfaces import Channel
+from zmqtrain.core.interfaces import Dialer
 from zmqtrain.core.types import Buffer, LeafSpec, PeerId
 from zmqtrain.parameter_server.directory import ASKS, Piece, Placement
 from zmqtrain.parameter_server.store import cut_frames, join_frames
@@ -50,9 +50,10 @@ from zmqtrain.protocol.messages import (
     Welcome,
 )
 from zmqtrain.session.connect_deadline import limited
+from zmqtrain.session.environment import RealEnvironment
 from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer
 from zmqtrain.transport.address import say_unreachable
-from zmqtrain.transport.zmq_channels import DealerChannel
+from zmqtrain.transport.key_folder import Access
 from zmqtrain.transport.zmq_keys import Credentials
 
 logger = logging.getLogger(__name__)
@@ -89,16 +90,15 @@ class ServerConnection(NullListener):
 
     messages = (Awaited, Done, Enrolled, Placed, Refused, Values, Welcome)
 
-    def __init__(
-        self, owner: ConnectionOwner, master: int, address: str, open_channel: Callable[[], Channel], peer: PeerId
-    ) -> None:
+    def __init__(self, owner: ConnectionOwner, master: int, address: str, dialer: Dialer) -> None:
         self.owner, self.master, self.address = owner, master, address
         loop = asyncio.get_running_loop()
         self.welcome: asyncio.Future[Welcome] = loop.create_future()
         self.enrolled: asyncio.Future[Enrolled] = loop.create_future()
         self.awaited = Awaited((), 0)
         self._open: dict[int, asyncio.Future[Answer]] = {}
-        self.session = HubSession(open_channel, ProcessPeer(peer, owner.name, comes_again=False), address, self)
+        machine = ProcessPeer(PeerId(f"{owner.name}#{secrets.token_hex(4)}"), owner.name, comes_again=False)
+        self.session = HubSession(dialer, machine, address, self)
         self.session.begin()
 
     @property
@@ -269,12 +269,7 @@ class ServerConnections:
         self.rules = rules
 
     def _connect(self, master: int, address: str, credentials: Credentials) -> ServerConnection:
-        peer = PeerId(f"{self.name}#{secrets.token_hex(4)}")
-
-        def open_channel() -> Channel:
-            return DealerChannel.connect(address, peer=peer, server_key=credentials[0], keys=credentials[1])
-
-        self.lines.append(ServerConnection(self, master, address, open_channel, peer))
+        self.lines.append(ServerConnection(self, master, address, RealEnvironment(Access(credentials))))
         return self.lines[-1]
 
     async def _within(self, future: asyncio.Future[T], line: ServerConnection) -> T:

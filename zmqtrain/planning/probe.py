@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TypeVar
 
 from zmqtrain.core.errors import HubUnreachable, JoinRefused, ZmqTrainError
-from zmqtrain.core.interfaces import Channel
+from zmqtrain.core.interfaces import Dialer
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.protocol.limits import PROBE_FRAME_BYTES
 from zmqtrain.protocol.messages import Heartbeat, Message, Probe, Probed, Refused, Roster, Welcome
+from zmqtrain.session.environment import RealEnvironment
 from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer
 from zmqtrain.transport.key_folder import Access, find_access
-from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
 Answered = TypeVar("Answered", bound=Message)
@@ -83,11 +83,12 @@ def measure_link(
     Raises ConfigError for an invalid address, HubUnreachable if no broker answers within `wait_seconds` or it falls
     silent, JoinRefused if it speaks another version of the protocol.
     """
-    peer = PeerId(f"doctor#{secrets.token_hex(4)}")
     access = find_access(address, server_key, keys)
-    return asyncio.run(
-        _Probe(lambda: DealerChannel.connect(address, peer=peer, access=access), peer, address).measure(wait_seconds)
-    )
+    return asyncio.run(_measure(RealEnvironment(access), address, wait_seconds))
+
+
+async def _measure(dialer: Dialer, address: str, wait_seconds: float) -> LinkFigures:
+    return await _Probe(dialer, address).measure(wait_seconds)
 
 
 class _Refusal(Exception):
@@ -99,9 +100,11 @@ class _Probe(NullListener):
 
     messages = (Heartbeat, Probed, Refused, Roster, Welcome)
 
-    def __init__(self, open_channel: Callable[[], Channel], peer: PeerId, address: str) -> None:
-        machine = ProcessPeer(peer, "doctor", "observer", ANSWER_SECONDS, comes_again=False)
-        self._session = HubSession(open_channel, machine, address, self)
+    def __init__(self, dialer: Dialer, address: str) -> None:
+        machine = ProcessPeer(
+            PeerId(f"doctor#{secrets.token_hex(4)}"), "doctor", "observer", ANSWER_SECONDS, comes_again=False
+        )
+        self._session = HubSession(dialer, machine, address, self)
         self._session.linger_seconds = 0.1
         self._answers = asyncio.Queue[Message | ZmqTrainError]()
         self._number = 0

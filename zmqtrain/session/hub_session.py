@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 from zmqtrain.averaging.coder import Encoded
 from zmqtrain.averaging.snapshot import Digest
 from zmqtrain.core.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, RunStopped, ZmqTrainError
-from zmqtrain.core.interfaces import Channel, LoopThread
+from zmqtrain.core.interfaces import Channel, Dialer, LoopThread
 from zmqtrain.core.types import Buffer, Lane, Offer, PeerId, Version
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.failure_detector import BEAT_SECONDS
@@ -351,14 +351,14 @@ class SnapshotResume:
 class HubSession:
     """One peer's session: a task of the running loop (`begin`), or a thread with its own loop (`start`).
 
-    open_channel: makes the channel, in the loop.  address: for messages.  share: what training may use of this
+    dialer: connects to the hub, first at `address`.  share: what training may use of this
     machine's port; the hub, which knows it, and this side keep to it.  meanwhile: what goes on without a hub, for
     messages.
     """
 
     def __init__(
         self,
-        open_channel: Callable[[], Channel],
+        dialer: Dialer,
         peer: Peer,
         address: str,
         listener: NullListener,
@@ -373,7 +373,7 @@ class HubSession:
         """Why there is no hub now, as (code, sentence); empty when all is well."""
         self.undecided = False
         """Whether a run other than the checkpoint's is not logged here yet, because it may end the node."""
-        self._meanwhile, self._open_channel = meanwhile, open_channel
+        self._meanwhile, self._dialer = meanwhile, dialer
         self._sender = Sender(self.share.limit())
         self._obstacle_said, self._met = "", ("", "")
         self._absent_since: float | None = None
@@ -621,7 +621,7 @@ class HubSession:
             self._ready.set()
 
     async def _live(self) -> None:
-        self._channel = self._open_channel()
+        self._channel: Channel = self._dialer.dial(self.address, self.peer.peer)
         self._channel.watch(lambda: self._do(lambda: self.carry_out(self.peer.gone(clock.monotonic()))))
         self._loop = asyncio.get_running_loop()
         coroutines = self._receive_forever(), self._sender.run(self._channel), self._follow_refusals()
