@@ -176,7 +176,7 @@ def _be_broker(folder: str, first: str) -> None:
 
 
 def _be_node(hub: str, number: int) -> None:
-    from zmqtrain.core.types import LeafSpec, Tally
+    from zmqtrain.core.types import Counts, LeafSpec
     from zmqtrain.node.connect import connect
 
     told = commands()
@@ -189,7 +189,7 @@ def _be_node(hub: str, number: int) -> None:
             steps += 1
             if steps >= every and (fragments := node.next_fragments()):
                 pending = chance.normal(size=VALUES).astype(np.float32) * np.float32(1e-3)
-                if node.offer(fragments[0], [pending], Tally(8 * steps, steps)) is not None:
+                if node.offer(fragments[0], [pending], Counts(8 * steps, steps)) is not None:
                     steps = 0
             while (update := node.poll()) is not None:
                 if not heard and update.version > 3:

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.core.types import Tally
+from zmqtrain.core.types import Counts
 from zmqtrain.planning.schedule import payload_rate
 
 from children import Child, ask_all, commands, difference, say, thread_seconds
@@ -265,7 +265,7 @@ class _Node:
         done = False
         while fragments := self.exchange.next_fragments():
             for fragment in fragments:
-                self.exchange.offer(fragment, self.deltas[fragment], Tally(1, 1))
+                self.exchange.offer(fragment, self.deltas[fragment], Counts(1, 1))
             done = True
         while (update := self.exchange.poll()) is not None:
             self.fragments += len(update.aggregate)

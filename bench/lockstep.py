@@ -152,7 +152,7 @@ class _Node:
         import numpy as np
 
         from zmqtrain.node.connect import connect
-        from zmqtrain.synchronous.lockstep import open_gradients, read_exchange
+        from zmqtrain.synchronous.exchanges import open_gradients, read_exchange
         from zmqtrain.train.buckets import Buckets
 
         choice = read_exchange(case.exchange)

@@ -204,7 +204,7 @@ def _calls(comm: Any, call: str) -> Callable[[], object]:
 
         return round_trip
     if kind.startswith("exchange"):
-        from zmqtrain.synchronous.allreduce import AllreduceExchange
+        from zmqtrain.synchronous.exchanges import AllreduceExchange
 
         exchange = AllreduceExchange(comm, algorithm)
 

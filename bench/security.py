@@ -43,7 +43,7 @@ import sys, threading
 import numpy as np
 from zmqtrain.core.errors import ZmqTrainError
 from zmqtrain.node.connect import connect
-from zmqtrain.core.types import LeafSpec, Tally
+from zmqtrain.core.types import LeafSpec, Counts
 name, address, keys = sys.argv[1:]
 leaf = np.random.default_rng(7).standard_normal(50_000, np.float32)
 try:
@@ -55,7 +55,7 @@ try:
                 applied += 1
                 if applied == 2:
                     print("ready", flush=True)
-            if not node.next_fragments() or node.offer(0, [leaf], Tally(1, 1)) is None:
+            if not node.next_fragments() or node.offer(0, [leaf], Counts(1, 1)) is None:
                 pause.wait(0.002)
 except ZmqTrainError as error:
     print(f"out: {error}", flush=True)

@@ -164,14 +164,14 @@ def simulate_plan(plan: Plan, seed: int = 0) -> Simulated:
             self.window = windows[-1]
 
         def step(self, *arguments: Any, **named: Any) -> Any:
-            account, applied = self._account, self._account.applied
+            tracker, applied = self._tracker, self._tracker.applied
             params = super().step(*arguments, **named)
-            self._clock.sleep(load.held_seconds * (account.applied - applied))
+            self._clock.sleep(load.held_seconds * (tracker.applied - applied))
             if self.steps in (begin, end):
                 self.window.times.append(self._clock.monotonic())
-            if begin <= self.steps < end and account.applied > applied:
+            if begin <= self.steps < end and tracker.applied > applied:
                 self.window.applied.append(self.steps)
-                self.window.ages.append(account.ages[-1])
+                self.window.ages.append(tracker.ages[-1])
             return params
 
     settings = RunSettings(

@@ -25,7 +25,7 @@ import zmqtrain as zt
 from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.broker.standby import MasterPlace
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.synchronous.lockstep import open_gradients, read_exchange, unit_wait_seconds
+from zmqtrain.synchronous.exchanges import open_gradients, read_exchange, unit_wait_seconds
 
 from vitals import count_left
 

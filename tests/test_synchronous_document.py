@@ -12,8 +12,8 @@ from zmqtrain.cli.local import LocalConfig
 from zmqtrain.cli.node import NodeConfig
 from zmqtrain.cli.settings import read_config
 from zmqtrain.collectives.algorithms import ALLREDUCE
-from zmqtrain.synchronous.lockstep import read_exchange
-from zmqtrain.train.lockstep import Allreduce, Server
+from zmqtrain.synchronous.exchanges import read_exchange
+from zmqtrain.train.synchronous import Allreduce, Server
 
 PAGE = (Path(__file__).parents[1] / "docs" / "synchronous.md").read_text()
 KINDS = {"zmqtrain-broker": BrokerConfig, "zmqtrain-node": NodeConfig, "zmqtrain local": LocalConfig}

@@ -26,7 +26,7 @@ from zmqtrain.cli.sim import SimConfig
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, FITTED, FIXED, RunSettings
 from zmqtrain.sim.reading import read_scenario
-from zmqtrain.train.lockstep import Allreduce, Server
+from zmqtrain.train.synchronous import Allreduce, Server
 
 HUB = "tcp://192.168.1.10:5555"
 

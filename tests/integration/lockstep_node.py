@@ -1,4 +1,4 @@
-"""One process that trains the regression of tests/train/lockstep.py in a run, as `zmqtrain-node --exchange` would.
+"""One process that trains the regression of tests/train/processes.py in a run, as `zmqtrain-node --exchange` would.
 
 python lockstep_node.py HUB NAME EXCHANGE OUTPUT [held]: writes the steps, samples and parameters that it ends with. One
 that is held stands still before step HELD_BEFORE_STEP, until whoever started it is gone, and takes no turn without data
@@ -15,9 +15,9 @@ from functools import partial
 import jax
 import numpy as np
 
-from tests.train.lockstep import REGRESSION
+from tests.train.processes import REGRESSION
 from zmqtrain.node.connect import connect
-from zmqtrain.synchronous.lockstep import open_gradients, read_exchange, unit_wait_seconds
+from zmqtrain.synchronous.exchanges import open_gradients, read_exchange, unit_wait_seconds
 from zmqtrain.train.gradients import GradientLoop
 
 HELD_BEFORE_STEP = 8

@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.lockstep_node import HELD_BEFORE_STEP, train
 from tests.integration.runs import BrokerProcess, broker
-from tests.train.lockstep import REGRESSION, SAMPLES, batches_of
+from tests.train.processes import REGRESSION, SAMPLES, batches_of
 from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.broker.standby import MasterPlace
 from zmqtrain.core.errors import JoinRefused

@@ -16,7 +16,7 @@ from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 
 from zmqtrain.core.errors import ChannelFull, HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta, PeerLost
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Lane, PeerId, Tally
+from zmqtrain.core.types import Counts, Lane, PeerId
 from zmqtrain.node.connect import connect
 from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message
 from zmqtrain.protocol.messages import Refused
@@ -195,7 +195,7 @@ def test_a_node_that_diverges_is_named_and_the_others_go_on():
         def diverge(trainer):
             if trainer.steps > 5:  # until one is taken
                 bad_delta = [np.full(8, np.nan, np.float32), np.zeros(320, np.float32)]
-                trainer.sync.exchange.offer(0, bad_delta, Tally(1, 1))
+                trainer.sync.exchange.offer(0, bad_delta, Counts(1, 1))
 
         bad = Trainer(hub.address, "pc-bad", on_step=diverge)
         with pytest.raises(NonFiniteDelta, match="pc-bad: the delta of b holds 8 values that are not finite"):

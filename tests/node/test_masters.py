@@ -129,13 +129,13 @@ class FakeLine(Stated):
     def next_fragments(self):
         return self.offers.next_fragments(self.settings, self.settings.fragments, self.reached)
 
-    def offer(self, fragment, segments, tally, **facts):
+    def offer(self, fragment, segments, counts, **facts):
         if not self.next_fragments():
             return None
-        offer = self.offers.draft(fragment, [np.array(segment) for segment in segments], tally, **facts)
+        offer = self.offers.draft(fragment, [np.array(segment) for segment in segments], counts, **facts)
         self.offers.made(offer, self.settings.fragments)
         self.hub.waiting.append((self, offer))
-        self.log.append(("offer", fragment, tally.samples))
+        self.log.append(("offer", fragment, counts.samples))
         return offer.sequence
 
     def withdraw(self):
@@ -341,7 +341,7 @@ def test_strict_waiting_takes_the_awaited_masters_update_and_no_other():
     for amount in range(6):
         world.step(0, amount)
         world.check()
-    ages = world.syncs[0]._account.ages
+    ages = world.syncs[0]._tracker.ages
     assert len(ages) >= 6 and set(ages) == {2}
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.fixed import fixed_run
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Tally, Update
+from zmqtrain.core.types import Counts, Update
 from zmqtrain.node.offers import Offers
 
 
@@ -28,7 +28,7 @@ def took(offers, version, *landed):
 
 
 def offered(offers, fragment, fragments):
-    offer = offers.draft(fragment, [], Tally(1, 1))
+    offer = offers.draft(fragment, [], Counts(1, 1))
     offers.made(offer, fragments)
     return offer
 
@@ -95,18 +95,18 @@ def test_an_offer_says_what_was_applied_since_the_last_one_that_was_taken(offers
     assert offered(offers, 0, 1).applied == ()
     took(offers, 1, 0)
     took(offers, 2)
-    assert offers.draft(0, [], Tally(1, 1)).applied == (0,)  # nobody took it
+    assert offers.draft(0, [], Counts(1, 1)).applied == (0,)  # nobody took it
     second = offered(offers, 0, 1)
     assert (second.sequence, second.applied) == (1, (0,))
-    assert offers.draft(0, [], Tally(1, 1)).applied == ()
+    assert offers.draft(0, [], Counts(1, 1)).applied == ()
 
 
 def test_a_draft_holds_what_it_was_given_and_counts_only_once_it_is_made(offers):
     segments = [object()]
-    draft = offers.draft(0, segments, Tally(24, 3, (0.5,)), dense=True)
+    draft = offers.draft(0, segments, Counts(24, 3, (0.5,)), dense=True)
     assert draft.segments is segments
     assert (draft.samples, draft.steps, draft.scores, draft.dense) == (24, 3, (0.5,), True)
-    assert offers.in_flight() == () and offers.draft(0, [], Tally(1, 1)).sequence == 0
+    assert offers.in_flight() == () and offers.draft(0, [], Counts(1, 1)).sequence == 0
 
 
 def test_a_fragment_that_waited_for_twice_as_many_offers_as_there_are_fragments_goes_first(offers):

@@ -28,7 +28,7 @@ NODE = """
 import sys, threading
 import numpy as np
 from zmqtrain.node.connect import connect
-from zmqtrain.core.types import LeafSpec, Tally
+from zmqtrain.core.types import LeafSpec, Counts
 name, address, share = sys.argv[1:]
 link = "" if share == "1" else "1gbit"
 leaf = np.zeros(2_000_000, np.float32)
@@ -39,7 +39,7 @@ with connect(address, name=name, link=link, share=float(share)) as node:
     while True:
         while node.poll() is not None:
             pass
-        if not node.next_fragments() or node.offer(0, [leaf], Tally(1, 1)) is None:
+        if not node.next_fragments() or node.offer(0, [leaf], Counts(1, 1)) is None:
             pause.wait(0.002)
 """
 

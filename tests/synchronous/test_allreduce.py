@@ -11,8 +11,8 @@ import pytest
 from zmqtrain.collectives.communicator import Communicator
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.core.types import Turn
-from zmqtrain.synchronous import allreduce
-from zmqtrain.synchronous.allreduce import AllreduceExchange
+from zmqtrain.synchronous import exchanges
+from zmqtrain.synchronous.exchanges import AllreduceExchange
 from zmqtrain.transport.memory_ports import memory_ports
 
 STATE = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(7, np.int32), np.zeros((0, 2), np.float32)]
@@ -75,7 +75,7 @@ def state_of(rank):
 
 @pytest.mark.parametrize("packed_bytes", [1, 20, 1 << 20])
 def test_at_the_beginning_all_take_the_first_ones_state(packed_bytes, monkeypatch):
-    monkeypatch.setattr(allreduce, "PACKED_BYTES", packed_bytes)
+    monkeypatch.setattr(exchanges, "PACKED_BYTES", packed_bytes)
     with Together(3) as group:
         (step, own), *others = group.do(lambda exchange, rank: exchange.align(-1, lambda: state_of(rank)))
         assert (step, own) == (-1, None)

@@ -9,7 +9,7 @@ import pytest
 
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.core.types import LeafSpec, Turn
-from zmqtrain.synchronous.server_exchange import ServerExchange
+from zmqtrain.synchronous.exchanges import ServerExchange
 
 MODEL = (LeafSpec("w", (2, 3), "float32"), LeafSpec("none", (0,), "float32"), LeafSpec("b", (3,), "float32"))
 
@@ -20,7 +20,7 @@ class Server:
     def __init__(self):
         self.weights, self.here, self.log, self.pushes = {}, {}, [], []
 
-    def connect(self, reads_only):
+    def open_client(self, reads_only):
         client = Client(self, reads_only, len(self.log))
         self.here[client.number] = client
         self.log.append(("reader" if reads_only else "worker", "comes", len(self.here)))
@@ -69,7 +69,7 @@ def leaves(value):
 
 
 def test_the_first_brings_the_weights_and_all_begin_with_them(server):
-    first, second = (ServerExchange(server.connect, MODEL, 3, name) for name in ("pc-1", "pc-2"))
+    first, second = (ServerExchange(server, MODEL, 3, name) for name in ("pc-1", "pc-2"))
     for value, exchange in ((1.0, first), (2.0, second)):
         step, arrays = exchange.align(-1, lambda value=value: leaves(value))
         assert step == 0
@@ -79,7 +79,7 @@ def test_the_first_brings_the_weights_and_all_begin_with_them(server):
 
 
 def test_a_bucket_goes_leaf_by_leaf_and_comes_back_as_weights(server):
-    exchange = ServerExchange(server.connect, MODEL, 0, "pc-1")
+    exchange = ServerExchange(server, MODEL, 0, "pc-1")
     exchange.align(-1, lambda: leaves(1.0))
     assert exchange.agree(16, False) == Turn(16, False)
     exchange.begin((2, 1, 0), np.arange(9, dtype=np.float32))
@@ -89,7 +89,7 @@ def test_a_bucket_goes_leaf_by_leaf_and_comes_back_as_weights(server):
 
 
 def test_who_has_no_data_is_no_worker_until_it_has_some_and_the_server_is_never_without_a_client(server):
-    exchange = ServerExchange(server.connect, MODEL, 0, "pc-1")
+    exchange = ServerExchange(server, MODEL, 0, "pc-1")
     exchange.align(-1, lambda: leaves(1.0))
     assert exchange.agree(0, False) == Turn(0, False)
     exchange.agree(16, False)
@@ -110,7 +110,7 @@ def test_who_has_no_data_is_no_worker_until_it_has_some_and_the_server_is_never_
 
 
 def test_who_ends_takes_what_the_others_have_made_since(server):
-    exchange = ServerExchange(server.connect, MODEL, 0, "pc-1")
+    exchange = ServerExchange(server, MODEL, 0, "pc-1")
     exchange.align(-1, lambda: leaves(1.0))
     server.weights["0/b"] += 5
     step, (w, none, b) = exchange.align(7, lambda: leaves(0.0))
@@ -119,10 +119,10 @@ def test_who_ends_takes_what_the_others_have_made_since(server):
 
 @pytest.mark.parametrize("meetings", [0, 2])
 def test_workers_meet_before_the_first_step(server, meetings):
-    ServerExchange(server.connect, MODEL, 0, "pc-1", meetings=meetings).align(-1, lambda: leaves(1.0))
+    ServerExchange(server, MODEL, 0, "pc-1", meetings=meetings).align(-1, lambda: leaves(1.0))
     assert server.pushes == ["0"] * meetings and server.weights["0"].tolist() == [0.0]
 
 
 def test_without_a_master_nobody_goes_on(server):
     with pytest.raises(PeerLost, match=r"master 1 is lost: silent for 2 s.*start the brokers again"):
-        ServerExchange(server.connect, MODEL, 0, "pc-1").recover(PeerLost("master 1", "silent for 2 s", 1))
+        ServerExchange(server, MODEL, 0, "pc-1").recover(PeerLost("master 1", "silent for 2 s", 1))

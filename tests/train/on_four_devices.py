@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.train.lockstep import Process, Regression, batches_of, finish, group_of
+from tests.train.processes import Process, Regression, batches_of, finish, group_of
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import ModelMismatch
 from zmqtrain.train.anchor import DeviceMoves, HostMoves, Segment, SpreadLeaves, SpreadMoves, moves_of

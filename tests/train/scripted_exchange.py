@@ -64,13 +64,13 @@ class ScriptedExchange(Stated):
             return ()
         return (len(self.offers) % self.settings.fragments,)
 
-    def offer(self, fragment, segments, tally, *, dense=False):
+    def offer(self, fragment, segments, counts, *, dense=False):
         if self.refuse:
             self.refuse -= 1
             return None
         sequence = len(self.offers)
         u = np.concatenate([np.array(segment) for segment in segments])
-        self.offers[sequence] = Offered(fragment, u, *tally, dense)
+        self.offers[sequence] = Offered(fragment, u, *counts, dense)
         self.on_the_way.add(sequence)
         if self.lands_at_once:
             self.land(sequence)

@@ -322,7 +322,7 @@ class Landing(Exchange):
     def next_fragments(self):
         return (0,)
 
-    def offer(self, fragment, segments, tally, *, dense=False):
+    def offer(self, fragment, segments, counts, *, dense=False):
         self.offers.append((np.concatenate([np.array(segment) for segment in segments]), dense))
         landed = {0: [np.array(segment) for segment in segments]}
         self.coming.append(Update(len(self.offers), landed, landed, (len(self.offers) - 1,)))

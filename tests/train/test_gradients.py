@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from tests.train.lockstep import REGRESSION, SAMPLES, Ended, Process, Regression, Run, batches_of, finish, group_of
+from tests.train.processes import REGRESSION, SAMPLES, Ended, Process, Regression, Run, batches_of, finish, group_of
 from zmqtrain.core.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
-from zmqtrain.train.gradients import GradientLoop, _Lockstep
+from zmqtrain.train.gradients import GradientLoop, _SynchronousRun
 from zmqtrain.train.minibatch import FixedMinibatch
 from zmqtrain.train.step import MinibatchStep
 
@@ -220,9 +220,9 @@ def test_who_has_completed_a_step_gives_it_to_whoever_has_not(monkeypatch):
             raise PeerLost("pc-3", "killed", 2)
         return came
 
-    adopted, adopt = [], _Lockstep._adopt
+    adopted, adopt = [], _SynchronousRun._adopt
     monkeypatch.setattr(
-        _Lockstep, "_adopt", lambda self, arrays: (adopted.append(self.loop.exchange.name), adopt(self, arrays))
+        _SynchronousRun, "_adopt", lambda self, arrays: (adopted.append(self.loop.exchange.name), adopt(self, arrays))
     )
     table.exchange = torn
     processes = [

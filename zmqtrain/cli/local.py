@@ -34,7 +34,7 @@ from zmqtrain.core.installed import sharing_card
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.planning.rules import check_rules
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.synchronous.lockstep import read_exchange
+from zmqtrain.synchronous.exchanges import read_exchange
 
 PROGRAM = "zmqtrain local"
 HERE = "tcp://127.0.0.1:0"

@@ -61,9 +61,9 @@ from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.costs import Place, estimate
 from zmqtrain.session.hub_session import Solitude
-from zmqtrain.synchronous.lockstep import check_masters, open_gradients, read_exchange, unit_wait_seconds
+from zmqtrain.synchronous.exchanges import check_masters, open_gradients, read_exchange, unit_wait_seconds
 from zmqtrain.train.induce import Induced, induced_from_spec
-from zmqtrain.train.lockstep import Allreduce, Lockstep, Server
+from zmqtrain.train.synchronous import Allreduce, Server, Synchronous
 from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.key_folder import Access, find_access
 
@@ -139,7 +139,7 @@ class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
                 raise ConfigError(f"induce = {error}") from error
 
     @property
-    def lockstep(self) -> Lockstep | None:
+    def lockstep(self) -> Synchronous | None:
         """How this node trains in lockstep with others; None: it publishes to the broker."""
         choice = read_exchange(self.exchange)
         return replace(choice, masters=self.masters) if self.masters and isinstance(choice, Server) else choice

@@ -12,6 +12,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import (
     Array,
     Buffer,
+    Counts,
     ExchangeState,
     ExchangeStatistics,
     HubChunk,
@@ -20,7 +21,6 @@ from zmqtrain.core.types import (
     PeerId,
     Score,
     StepSchedule,
-    Tally,
     Turn,
     Update,
     Version,
@@ -171,10 +171,10 @@ class Exchange(Protocol):
         """Return the fragments that offers should carry now: one for each master, or all of the model where an
         exchange carries all; none that would be refused now."""
 
-    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
+    def offer(self, fragment: int, segments: Sequence[Array], counts: Counts, *, dense: bool = False) -> int | None:
         """Hand over the pending progress of one fragment; return its sequence number, or None if it was not taken.
 
-        What was not taken is still pending: the next offer contains it. tally: the work that it stands for; segments,
+        What was not taken is still pending: the next offer contains it. counts: the work that it stands for; segments,
         dense: as in `Offer`.
         """
 

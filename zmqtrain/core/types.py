@@ -132,7 +132,7 @@ def spec_from_plain(plain: Sequence[Sequence[Any]]) -> ModelSpec:
     return spec
 
 
-class Tally(NamedTuple):
+class Counts(NamedTuple):
     """What an offer stands for: the work since the last accepted one. scores: the losses of its steps, floats or device
     scalars."""
 
@@ -146,7 +146,7 @@ class Offer:
     """What the training thread hands over every k steps.
 
     segments: the pending progress of one fragment, one flat float32 array per leaf that the fragment touches (numpy or
-    jax); nobody writes into them again.  samples, steps, scores: as in `Tally`.  applied: the sequences whose landing
+    jax); nobody writes into them again.  samples, steps, scores: as in `Counts`.  applied: the sequences whose landing
     has been applied since the last offer.  dense: send uncompressed, to drain what is pending.
     """
 

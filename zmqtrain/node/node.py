@@ -35,13 +35,13 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import (
     Array,
     Buffer,
+    Counts,
     ExchangeState,
     ExchangeStatistics,
     ModelSpec,
     Offer,
     PeerId,
     StepSchedule,
-    Tally,
     Update,
     Version,
 )
@@ -694,13 +694,13 @@ class Node(NullListener):
             return ()
         return self.offers.next_fragments(timetable.at(self.offers.version), self.layout.fragments, self.link.live)
 
-    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
+    def offer(self, fragment: int, segments: Sequence[Array], counts: Counts, *, dense: bool = False) -> int | None:
         """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
         self.check()
         if not self.next_fragments():
             return None
         self.offers.skip_to(self.peer.heard + 1)  # a former process of this node may have used those before
-        offer = self.offers.draft(fragment, segments, tally, dense=dense)
+        offer = self.offers.draft(fragment, segments, counts, dense=dense)
         base, taken = self.offers.version, [offer]  # popped: the segments need not stay until the next job
         if not self.in_codec(lambda: self.codec.encode(taken.pop(), base), self._values[fragment]):
             return None

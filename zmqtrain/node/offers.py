@@ -19,7 +19,7 @@ from zmqtrain.averaging.coder import DeltaCoder, Encoded, OnDevice, encode_snaps
 from zmqtrain.averaging.snapshot import digest_of, encode_optimizer_state
 from zmqtrain.core.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Array, Buffer, Offer, Tally, Update, Version
+from zmqtrain.core.types import Array, Buffer, Counts, Offer, Update, Version
 from zmqtrain.node.inbox import Inbox
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.session.environment import clock
@@ -82,9 +82,9 @@ class Offers:
         free = next((fragment for fragment in following if fragment not in under_way), None)
         return (self.version + len(self._in_flight)) % settings.fragments if free is None else free
 
-    def draft(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> Offer:
+    def draft(self, fragment: int, segments: Sequence[Array], counts: Counts, *, dense: bool = False) -> Offer:
         """Return the next offer; the arguments are those of `Exchange.offer`. It counts once it is `made`."""
-        return Offer(self.next_sequence, fragment, segments, *tally, tuple(self._applied), dense)
+        return Offer(self.next_sequence, fragment, segments, *counts, tuple(self._applied), dense)
 
     def made(self, offer: Offer, fragments: int) -> None:
         """Record that an offer was taken. fragments: of the model."""

@@ -24,13 +24,13 @@ from zmqtrain.core.interfaces import Clock, Layout
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import (
     Array,
+    Counts,
     ExchangeState,
     ExchangeStatistics,
     ModelSpec,
     Part,
     PeerId,
     StepSchedule,
-    Tally,
     Update,
     Version,
 )
@@ -342,11 +342,11 @@ class ShardedNode:
             for fragment in line.next_fragments()
         )
 
-    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
+    def offer(self, fragment: int, segments: Sequence[Array], counts: Counts, *, dense: bool = False) -> int | None:
         """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
         shard, inside = divmod(fragment, self._fragments)
         line = self._lines[shard]
-        sequence = line.offer(inside, segments, tally, dense=dense)
+        sequence = line.offer(inside, segments, counts, dense=dense)
         return None if sequence is None else sequence * self._count + shard
 
     def peek(self) -> Update | None:

@@ -18,12 +18,12 @@ from zmqtrain.core.errors import AggregateTimeout
 from zmqtrain.core.interfaces import Clock, Layout
 from zmqtrain.core.types import (
     Array,
+    Counts,
     ExchangeState,
     ExchangeStatistics,
     ModelSpec,
     PeerId,
     StepSchedule,
-    Tally,
     Update,
     Version,
 )
@@ -172,7 +172,7 @@ class ScriptedExchange:
         together = [int(one["fragment"]) for one in following if one["step"] == first["step"]]
         return tuple(together if self.settings.carries_all and not self._draining else together[:1])
 
-    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
+    def offer(self, fragment: int, segments: Sequence[Array], counts: Counts, *, dense: bool = False) -> int | None:
         """See Exchange: taken if it was."""
         event = self._due("offer")
         if event is None or (event["fragment"], event["dense"]) != (fragment, dense):
@@ -184,13 +184,13 @@ class ScriptedExchange:
             )
         self._next += 1
         self._forget_withdrawn(sequence)
-        draft = self._offers.draft(fragment, segments, tally._replace(scores=()), dense=dense)
+        draft = self._offers.draft(fragment, segments, counts._replace(scores=()), dense=dense)
         offer = replace(draft, sequence=sequence)
         encoded = self._known_coder.encode(offer)
         self._offers.made(offer, self.layout.fragments)
         sizes = tuple(len(frame) for frame in encoded.frames)
         base, codec = self._offers.version, encoded.codec
-        publish = Publish(0, sequence, base, fragment, codec, sizes, tally.samples, tally.steps, math.nan, dense)
+        publish = Publish(0, sequence, base, fragment, codec, sizes, counts.samples, counts.steps, math.nan, dense)
         self._hub.take(self.script.peer, publish, encoded.frames)
         return sequence
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import Array, ModelSpec
-from zmqtrain.train.lockstep import BUCKET_BYTES
+from zmqtrain.train.synchronous import BUCKET_BYTES
 
 FLOAT_BYTES = 4
 

@@ -36,12 +36,12 @@ from zmqtrain.core.types import Array, ModelSpec, Turn, Version
 from zmqtrain.train.apart import begin
 from zmqtrain.train.buckets import Buckets
 from zmqtrain.train.leaves import host_leaves, host_state, placed_like
-from zmqtrain.train.lockstep import BUCKET_BYTES, Overlap
 from zmqtrain.train.loop import TrainingResult
 from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import COMPILED_KEPT, Gradient, MinibatchStep, TrainState, describe_model
 from zmqtrain.train.sync import FLUSH_SECONDS, DelayedSync, SyncStatistics
+from zmqtrain.train.synchronous import BUCKET_BYTES, Overlap
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class GradientLoop:
         sync, state = begin(self.program, self.exchange, self.local, self.stop, self.make_sync)
         gradients = self.open_gradients(describe_model(state.params), sync.version)
         try:
-            lockstep = _Lockstep(self, sync, gradients, state, _Coming(batches, self.stop))
+            lockstep = _SynchronousRun(self, sync, gradients, state, _Coming(batches, self.stop))
             del state
             ended = lockstep.train()
         finally:
@@ -209,7 +209,7 @@ class _Functions:
 _functions = lru_cache(maxsize=COMPILED_KEPT)(_Functions)
 
 
-class _Lockstep:
+class _SynchronousRun:
     """What one process holds in lockstep. difference: found between processes' parameters; moved: took over others'."""
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Bring what a loop trains to the host and back, leaf by leaf under its path: what a node's checkpoint holds of it.
+"""Copies of a loop's parameters and state for checkpoints, leaf by leaf under its path, and back.
 
-Rule 1: a copy, made at once: the loop may use its own up in the next step.  Rule 2: back come the very bits, on the
-devices of a tree of the same form; another form is refused with the leaf's path.
-Rule 3: a dtype that numpy does not have goes as bytes; a typed random key as its data; a number of Python as an array.
+The copy is made at once, because the loop may donate its buffers in the next step. The same bits come back, on the
+devices of a tree of the same form. A dtype unknown to numpy is saved as bytes, a typed random key as its data, a Python
+number as an array.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.core.errors import ModelMismatch
 from zmqtrain.core.types import LeafSpec, ModelSpec, describe_mismatch, spec_from_plain, spec_to_plain
-from zmqtrain.train.account import Account
-from zmqtrain.train.rhythm import Rhythm
+from zmqtrain.train.contributions import ContributionTracker, SyncSchedule
 
 NUMPY_KINDS = "biuf"
 """The kinds of dtype that are written as they are."""
@@ -40,10 +39,8 @@ def describe_tree(tree: Any) -> ModelSpec:
 
 
 def pack_tree(tree: Any) -> list[NDArray[Any]]:
-    """Return a copy of every leaf on the host, of a dtype that numpy has. All are on their way before one is awaited.
-
-    Raises ModelMismatch for a leaf that is no array.
-    """
+    """Return a copy of every leaf on the host, of a dtype that numpy has. Raises ModelMismatch for a leaf that is no
+    array."""
     leaves = [_data(leaf) for leaf in jax.tree.leaves(tree)]
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
@@ -54,7 +51,7 @@ def pack_tree(tree: Any) -> list[NDArray[Any]]:
 def unpack_tree(like: Any, saved: ModelSpec, arrays: Sequence[NDArray[Any]], what: str) -> Any:
     """Return a tree of the form of `like`, and where that lies, with the values that `pack_tree` gave.
 
-    saved: as `describe_tree` described them.  what: they are, for people.  Raises ModelMismatch, naming the leaf.
+    saved: their `describe_tree`.  what: they are, for people.  Raises ModelMismatch, naming the leaf.
     """
     if (difference := describe_mismatch(saved, describe_tree(like))) is not None:
         raise ModelMismatch(f"the checkpoint's {what} are not this program's: {difference[1]}", difference[0])
@@ -81,35 +78,38 @@ def kept_leaves(
 
 @dataclass(frozen=True)
 class KeptLoop:
-    """What a checkpoint holds of a loop. own: its parameters, and anchor: the shared ones, leaf by leaf; state: what
-    else of it was given; adopted: whether that is of before parameters that it has adopted, and not taken note of."""
+    """The state of a training loop in a checkpoint.
+
+    own: its parameters, and anchor: the shared ones, leaf by leaf; state: what else of it was given; tracker, schedule:
+    as their `to_plain` wrote them; adopted: whether `state` is of before parameters that were adopted.
+    """
 
     own: Sequence[Any]
     anchor: Sequence[NDArray[Any]]
     state: Any
-    account: dict[str, Any]
-    rhythm: dict[str, Any]
+    tracker: dict[str, Any]
+    schedule: dict[str, Any]
     adopted: bool
 
 
 def pack_loop(
-    params: Any, anchor: Any, state: Any, account: Account, rhythm: Rhythm, adopted: bool
+    params: Any, anchor: Any, state: Any, tracker: ContributionTracker, schedule: SyncSchedule, adopted: bool
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return what a checkpoint is to hold of a loop, as `Keeping.save` takes it: copies of all, on the host.
 
     params, anchor: in the caller's tree.  Raises ModelMismatch for what is no array.
     """
     trees, arrays = pack_trees({"params": params, "anchor": anchor, "state": state})
-    facts = {"trees": trees, "account": account.to_plain(), "rhythm": rhythm.to_plain(), "adopted": adopted}
-    return facts, arrays
+    return {
+        "trees": trees, "account": tracker.to_plain(), "rhythm": schedule.to_plain(), "adopted": adopted,
+    }, arrays  # fmt: skip
 
 
 def unpack_loop(params: Any, state: Any, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> KeptLoop:
     """Return what `pack_loop` gave. params, state: of the form of those. Raises ModelMismatch, naming the leaf."""
     trees = facts["trees"]
     own = unpack_tree(params, *kept_leaves("params", trees, arrays), "parameters")
-    what = "loop's state (its optimizer's, for one)"
-    state = unpack_tree(state, *kept_leaves("state", trees, arrays), what)
+    state = unpack_tree(state, *kept_leaves("state", trees, arrays), "loop's state (its optimizer's, for one)")
     anchor = kept_leaves("anchor", trees, arrays)[1]
     return KeptLoop(jax.tree.leaves(own), anchor, state, facts["account"], facts["rhythm"], facts["adopted"])
 

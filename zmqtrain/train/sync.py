@@ -24,13 +24,11 @@ import numpy as np
 from zmqtrain.core.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
 from zmqtrain.core.interfaces import Closes, Describes, Exchange, Keeps
 from zmqtrain.core.types import Array, ModelSpec, Update, Version, number_of
-from zmqtrain.train.account import Account
 from zmqtrain.train.anchor import AnchorOn, moves_of
-from zmqtrain.train.drain import Drain
+from zmqtrain.train.contributions import ContributionTracker, Drain, SyncSchedule
 from zmqtrain.train.first_step import FirstStep
 from zmqtrain.train.keeping import pack_loop, unpack_loop
 from zmqtrain.train.leaves import whole_leaves
-from zmqtrain.train.rhythm import Rhythm
 from zmqtrain.train.seen import say_device
 from zmqtrain.train.step import describe_model
 
@@ -151,7 +149,7 @@ class DelayedSync:
         self._adopted = update is not None and not update.keep
         self._adoption = Adoption(update.moments) if update is not None and self._adopted else None
         self._moves.warm_up(leaves, self._anchor)
-        self._account, self._rhythm = Account(self.settings.masters), Rhythm(exchange)
+        self._tracker, self._schedule = ContributionTracker(self.settings.masters), SyncSchedule(exchange)
         self._held_seconds = self._held_before = 0.0
         self._held: deque[float] = deque(maxlen=HELD_KEPT)  # of the newest exchanges
         self._score_before: Any = None
@@ -200,7 +198,7 @@ class DelayedSync:
     @property
     def steps(self) -> int:
         """How many step boundaries there have been."""
-        return self._account.step
+        return self._tracker.step
 
     @property
     def run_samples(self) -> int:
@@ -251,31 +249,31 @@ class DelayedSync:
         self.take_note(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
             leaves = jax.tree.leaves(self.params)
-            self._account.forget_unsaid()
+            self._tracker.forget_unsent()
         if self._untaken:  # likewise, before it had those of its checkpoint
             leaves = jax.tree.leaves(self.start)
         self._own = None
         leaves = self._apply_due(leaves)
-        self._rhythm.follow()
+        self._schedule.follow()
         state_now = self.exchange.state()
         if state_now.wanted and self.exchange.population is not None:
             self.exchange.population.lend(_to_host(leaves), moments())
-            self._account.forget_unsaid()  # what has been computed so far is in what others begin with
+            self._tracker.forget_unsent()  # what has been computed so far is in what others begin with
         if score is not None:
-            self._account.scored(score)
+            self._tracker.scored(score)
             self._recent.append(score)
         is_apart = self.settings.initial == "own" and self.settings.elastic == 1 and not state_now.founded
         if is_apart and self._adoption is None and self.steps % self.settings.apart_steps == 0:
             self._compare(leaves)
-        if is_due := self._rhythm.is_due(self.steps):
+        if is_due := self._schedule.is_due(self.steps):
             leaves = self._offer(leaves)
-            self._rhythm.offered(self.steps)
+            self._schedule.offered(self.steps)
         self.exchange.report(
             step=self.steps,
-            samples=self._account.samples,
+            samples=self._tracker.samples,
             loss=float("nan") if score is None else score,
-            age_steps=float(self._account.ages[-1]) if self._account.ages else float("nan"),
-            offers_refused=self._account.refused,
+            age_steps=float(self._tracker.ages[-1]) if self._tracker.ages else float("nan"),
+            offers_refused=self._tracker.refused,
             held_seconds=statistics.median(self._held) if self._held else 0.0,
         )
         result: Params = jax.tree.unflatten(self._tree, leaves)
@@ -296,9 +294,9 @@ class DelayedSync:
         """
         if self._keeping is None or not self.exchange.state().founded:
             return
-        self._account.take_back(self.exchange.state().in_flight)
+        self._tracker.take_back(self.exchange.state().in_flight)
         anchor, adopted = jax.tree.unflatten(self._tree, self._anchor), self._adoption is not None
-        self._keeping.save(*pack_loop(params, anchor, state, self._account, self._rhythm, adopted), wait)
+        self._keeping.save(*pack_loop(params, anchor, state, self._tracker, self._schedule, adopted), wait)
 
     def _go_on_from(self, leaves: list[Any], facts: dict[str, Any], arrays: Mapping[str, Array]) -> None:
         """Be where `save` was."""
@@ -306,8 +304,8 @@ class DelayedSync:
         self._own, self._anchor, self.state = list(kept.own), self._moves.place(kept.anchor), kept.state
         self._adopted = False  # of an adoption that was not taken yet, the state is still that of before
         self._adoption = Adoption(None) if kept.adopted else None
-        self._account = Account.from_plain(kept.account)
-        self._rhythm.restore(kept.rhythm)
+        self._tracker = ContributionTracker.from_plain(kept.tracker)
+        self._schedule.restore(kept.schedule)
         self._resumed = self._untaken = True
 
     def _tell_first_step(self, leaves: list[Any], score: Any, first_step: FirstStep) -> None:
@@ -317,7 +315,7 @@ class DelayedSync:
 
     def take_note(self, steps: int, samples: int) -> None:
         """Take note of steps that were made without an exchange: what they have moved is pending."""
-        self._account.note(steps, samples)
+        self._tracker.made_steps(steps, samples)
 
     def finish(self, params: Params, timeout_seconds: float = FLUSH_SECONDS, *, moved: bool = False) -> Params:
         """Drain what is pending: wait for what is on its way, then send the rest uncompressed, and wait for that.
@@ -404,13 +402,13 @@ class DelayedSync:
 
     def statistics(self) -> SyncStatistics:
         """Return the running figures."""
-        exchange, account = self.exchange.statistics(), self._account
+        exchange, tracker = self.exchange.statistics(), self._tracker
         return SyncStatistics(
-            steps=account.step,
-            offers=account.offers,
-            offers_refused=account.refused,
-            aggregates_applied=account.applied,
-            age_steps=float(statistics.median(account.ages)) if account.ages else float("nan"),
+            steps=tracker.step,
+            offers=tracker.offers,
+            offers_refused=tracker.refused,
+            aggregates_applied=tracker.applied,
+            age_steps=float(statistics.median(tracker.ages)) if tracker.ages else float("nan"),
             held_seconds=self._held_seconds,
             bytes_sent=exchange.bytes_sent,
             bytes_received=exchange.bytes_received,
@@ -438,16 +436,16 @@ class DelayedSync:
         """Offer one fragment to each master, or all of them to the only one."""
         fragments = self.exchange.next_fragments()
         taken = sum(self._offer_fragment(leaves, fragment) is not None for fragment in fragments)
-        self._account.refused += (self._each if self.settings.carries_all else self._account.masters) - taken
-        return self._apply_due(leaves) if taken and self._rhythm.delay == 0 else leaves
+        self._tracker.refused += (self._each if self.settings.carries_all else self._tracker.masters) - taken
+        return self._apply_due(leaves) if taken and self._schedule.delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
-        self._account.take_back(self.exchange.state().in_flight)
+        self._tracker.take_back(self.exchange.state().in_flight)
         self._anchor = self._moves.settle(leaves, self._anchor)
         segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
         master = fragment // self._each
-        sequence = self.exchange.offer(fragment, segments, self._account.unsaid(master), dense=dense)
-        self._account.offered(sequence, master)
+        sequence = self.exchange.offer(fragment, segments, self._tracker.unsent(master), dense=dense)
+        self._tracker.offered(sequence, master)
         return sequence
 
     def _apply_due(self, leaves: list[Any]) -> list[Any]:
@@ -473,12 +471,12 @@ class DelayedSync:
         return leaves
 
     def _is_awaited(self, sequence: int, strict: bool) -> bool:
-        if not self._account.is_old(sequence, self._rhythm.delay):
+        if not self._tracker.is_old(sequence, self._schedule.delay):
             return False
-        return strict or self._account.master_of(sequence) not in self.exchange.state().unreachable
+        return strict or self._tracker.master_of(sequence) not in self.exchange.state().unreachable
 
     def _is_due(self, update: Update) -> bool:
-        return self._account.is_due(update.landed, self._rhythm.delay)
+        return self._tracker.is_due(update.landed, self._schedule.delay)
 
     def _apply(self, leaves: list[Any], update: Update) -> list[Any]:
         self._anchor = self._moves.settle(leaves, self._anchor)
@@ -490,7 +488,7 @@ class DelayedSync:
             leaves = self._moves.parameters(self._anchor)
             if not update.warm:
                 self._adoption = Adoption(update.moments)
-            self._account.forget_pending()
+            self._tracker.forget_pending()
         elif update.keep:
             assert update.anchor is not None
             self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
@@ -499,7 +497,7 @@ class DelayedSync:
             leaves, self._anchor = self._moves.adopt(leaves, self._anchor, new, update.own)
         else:
             leaves, self._anchor = self._moves.apply(leaves, self._anchor, update.aggregate, update.own)
-        self._account.landed(update.landed)
+        self._tracker.landed(update.landed)
         return leaves
 
     def _declines(self, leaves: list[Any], update: Update) -> bool:
@@ -544,7 +542,7 @@ class DelayedSync:
         while left:
             leaves = self._take_all(leaves, landed)
             now, state = self._clock.monotonic(), self.exchange.state()
-            on_their_way = {self._account.master_of(sequence) for sequence in state.in_flight}
+            on_their_way = {self._tracker.master_of(sequence) for sequence in state.in_flight}
             for master, drain in list(left.items()):
                 if master not in on_their_way:
                     if (fragment := drain.next_fragment(landed)) is not None:

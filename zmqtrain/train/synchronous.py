@@ -76,7 +76,7 @@ class Server:
         return _write("server", self, _SERVER)
 
 
-Lockstep = Allreduce | Server
+Synchronous = Allreduce | Server
 
 _Reader = Callable[[str], Any]
 
@@ -118,7 +118,7 @@ _SERVER: dict[str, tuple[str, _Reader]] = {
 }
 
 
-def lockstep_from_spec(text: str) -> Lockstep | None:
+def synchronous_from_spec(text: str) -> Synchronous | None:
     """Return the choice that a text names, None for "hub": nodes publish to the broker, and none waits for another.
 
     "allreduce:algorithm=auto,size=0,overlap=none,bucket=8388608B,check=0,timeout=600,codec=", or
@@ -161,7 +161,7 @@ def _read(text: str, rest: str, readers: dict[str, tuple[str, _Reader]]) -> dict
     return values
 
 
-def _write(name: str, choice: Lockstep, readers: dict[str, tuple[str, _Reader]]) -> str:
+def _write(name: str, choice: Synchronous, readers: dict[str, tuple[str, _Reader]]) -> str:
     assert [field for field, _ in readers.values()] == [field.name for field in fields(choice)]
     written = []
     for argument, (field, read) in readers.items():

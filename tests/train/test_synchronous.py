@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.train.lockstep import Allreduce, Server, lockstep_from_spec
+from zmqtrain.train.synchronous import Allreduce, Server, synchronous_from_spec
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,10 @@ from zmqtrain.train.lockstep import Allreduce, Server, lockstep_from_spec
     ],
 )  # fmt: skip
 def test_a_text_names_a_choice_and_its_canonical_text_the_same(text, choice):
-    assert lockstep_from_spec(text) == choice
+    assert synchronous_from_spec(text) == choice
     if choice is not None:
-        assert lockstep_from_spec(choice.name) == choice
-        assert lockstep_from_spec(choice.name).name == choice.name
+        assert synchronous_from_spec(choice.name) == choice
+        assert synchronous_from_spec(choice.name).name == choice.name
 
 
 @pytest.mark.parametrize(
@@ -53,5 +53,5 @@ def test_a_text_names_a_choice_and_its_canonical_text_the_same(text, choice):
 )
 def test_what_cannot_be_is_said_with_the_choices(text, why):
     with pytest.raises(ConfigError) as raised:
-        lockstep_from_spec(text)
+        synchronous_from_spec(text)
     assert why in str(raised.value)

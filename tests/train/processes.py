@@ -17,7 +17,7 @@ from tests.stated import Stated
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.core.types import ExchangeStatistics, Update
-from zmqtrain.synchronous.allreduce import AllreduceExchange
+from zmqtrain.synchronous.exchanges import AllreduceExchange
 from zmqtrain.train.gradients import GradientLoop
 
 SAMPLES = 16
@@ -145,9 +145,9 @@ class Run(Stated):
     def next_fragments(self):
         return (0,)
 
-    def offer(self, fragment, segments, tally, *, dense=False):
+    def offer(self, fragment, segments, counts, *, dense=False):
         u = [np.array(segment) for segment in segments]
-        self.offers.append((u, tally.samples, tally.steps, dense))
+        self.offers.append((u, counts.samples, counts.steps, dense))
         self.version += 1
         self.landing.append(Update(self.version, {fragment: u}, {fragment: u}, (len(self.offers) - 1,)))
         return len(self.offers) - 1
