@@ -35,5 +35,5 @@ def test_any_other_is_not_and_people_are_told_why(code, said, known):
 
 
 def test_who_has_nothing_of_its_run_may_begin_another_but_not_behind_a_takeover():
-    assert hub_mismatch(welcome(), "run-0", 2, -1, may_begin_anew=True) is None
-    assert hub_mismatch(welcome(), "run-0", 3, -1, may_begin_anew=True)[0] == "term"
+    assert hub_mismatch(welcome(), "run-0", 2, -1, may_start_over=True) is None
+    assert hub_mismatch(welcome(), "run-0", 3, -1, may_start_over=True)[0] == "term"

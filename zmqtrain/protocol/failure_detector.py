@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS
 
-BEAT_SECONDS = 0.2
-"""So often a process shows the others, and the hub, that it lives."""
+BEAT_SECONDS = 0.2  # between two signs of life that a process sends to the others and to the hub
 UNREACHABLE_SECONDS = 0.3
-"""A connection that is gone for so long is not coming back: libzmq makes a broken one anew within 0.1 s."""
+"""A connection gone for this long does not return: libzmq restores a broken one within 0.1 s."""
 VERDICT_SECONDS = 0.4
-"""A hub that does not answer an accusation for so long is not there."""
+"""A hub that does not answer an accusation for this long is gone."""
 CUT_OFF_SECONDS = 1.0
-"""Whoever was heard within this can be heard still."""
+"""A contact heard within this time can still be heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ Finding = Accuse | Declare | CutOff
 
 
 class FailureDetector:
-    """One process's watch. attended: seconds since the beginning, as far as this process attended to them.
+    """The failure detector of one process. attended: seconds since the beginning in which this process was running.
 
     hub: whether there is one, as far as this process knows.
     """
@@ -65,7 +64,7 @@ class FailureDetector:
 
     @property
     def hub_silence(self) -> float:
-        """How long the hub has been silent, in attended seconds."""
+        """Attended seconds since the hub was last heard."""
         return self.attended - self._hub_heard
 
     def watch(self, rank: int) -> None:
@@ -79,23 +78,23 @@ class FailureDetector:
         self._declared.discard(rank)
 
     def heard(self, rank: int) -> None:
-        """Take note that a rank lives."""
+        """Record that a rank is alive."""
         if rank in self._heard:
             self._heard[rank] = self.attended
 
     def heard_hub(self) -> None:
-        """Take note that the hub lives."""
+        """Record that the hub is alive."""
         self._hub_heard = self.attended
 
     def reached(self, rank: int, is_there: bool) -> None:
-        """Take note whether there is a connection to a rank that has had one."""
+        """Record whether the connection to a rank, once made, is there."""
         if is_there:
             self._unreachable.pop(rank, None)
         elif rank in self._heard:
             self._unreachable.setdefault(rank, self.attended)
 
     def tick(self, now: float) -> list[Finding]:
-        """Let time pass; return what was noticed, each once."""
+        """Let time pass; return the findings, each once."""
         self.attended += min(now - self._looked, LATE_SECONDS)
         self._looked = now
         findings: list[Finding] = []

@@ -21,27 +21,24 @@ from typing import NamedTuple
 from zmqtrain.core.types import PeerId, Version
 from zmqtrain.protocol.messages import Welcome
 
-MAX_INCARNATION = 1 << 63
-"""All incarnations are less: what a head holds."""
+MAX_INCARNATION = 1 << 63  # all incarnations are less: a head holds no more
 AHEAD_SECONDS = 86_400.0
-"""A process whose clock is further ahead of its hub's is refused: its id could be used by no later one."""
+"""A process whose clock is further ahead of its hub's is refused: no later process could use its id."""
 SET_NANOSECONDS = 1_700_000_000 * 10**9
-"""A clock that says less (November 2023) was never set."""
+"""A clock before this time (November 2023) was never set."""
 UNKNOWN = "say Hello first: this broker does not know you"
 SUPERSEDED = (
     "a process of the same id has said Hello later: it was started after this one, perhaps from a copy of its "
     "checkpoint. One of them is enough, and this one ends. To have both, start one without that checkpoint"
 )
 GAP = "messages of it were lost in flight"
-"""Why a hub, or a node, begins a connection anew."""
-
 LIFE = 1 << 20
-"""A new process begins so far above what the one before it had saved: that one may have said Hello since. In time it is
-a millisecond: of two that begin one after the other from one checkpoint, the clock says which is the later."""
+"""A new process begins this far above what its predecessor saved, because that one may have said Hello since. As time
+it is a millisecond: of two processes started one after the other from one checkpoint, the clock says which is later."""
 
 
 class Stamp(NamedTuple):
-    """What a head says of its connection. number: from 1, on the lane of control; 0: not counted."""
+    """Connection and place of a message. number: from 1, on CONTROL; 0: not counted."""
 
     incarnation: int = 0
     number: int = 0
@@ -51,7 +48,7 @@ UNSTAMPED = Stamp()
 
 
 class Verdict(Enum):
-    """What a message is to who hears it."""
+    """What a received message is: current, of a former connection, a duplicate, or after a gap."""
 
     NOW = "now"
     FORMER = "former"
@@ -60,23 +57,23 @@ class Verdict(Enum):
 
 
 def begin_incarnation(before: int, wall_nanoseconds: int, random: int = 0) -> int:
-    """Return the incarnation that a process begins above.
+    """Return the incarnation above which a process begins.
 
-    before: of the life that it continues, as that saved it; 0: none.  wall_nanoseconds: since 1970; a clock that was
-    set back does no harm where `before` is known.  random: less than 2^20, so that two copies of one life differ.
+    before: as its predecessor saved it; 0: none.  wall_nanoseconds: since 1970; a clock that was set back does no harm
+    where `before` is known.  random: less than 2^20, so that two copies of one process differ.
     """
     return max(before + LIFE, wall_nanoseconds) + random
 
 
 def latest_incarnation(wall_nanoseconds: int) -> int:
-    """Return the highest incarnation that a hub takes, by its clock; where that was never set, any."""
+    """Return the highest incarnation that a hub takes, by its clock; any, where that was never set."""
     if wall_nanoseconds < SET_NANOSECONDS:
         return MAX_INCARNATION - 1
     return min(wall_nanoseconds + round(AHEAD_SECONDS * 1e9), MAX_INCARNATION - 1)
 
 
 class Connection:
-    """One connection, as one of its two sides counts it: what it has said, and what it has heard.
+    """One side of a connection: the messages that it has sent and received.
 
     heard: 1 at the hub, where the Hello was the first; 0 at a node.
     """
@@ -87,14 +84,14 @@ class Connection:
         self.incarnation, self._said, self._heard = incarnation, 0, heard
 
     def stamp(self, counted: bool = True) -> Stamp:
-        """Return the stamp of what is said next. counted: on the lane of control."""
+        """Return the stamp of the next message. counted: it goes on CONTROL."""
         if not self.incarnation or not counted:
             return Stamp(self.incarnation)
         self._said += 1
         return Stamp(self.incarnation, self._said)
 
     def judge(self, stamp: Stamp, counted: bool = True) -> Verdict:
-        """Return what a message with this stamp is, and take note that it has come."""
+        """Return what a message with this stamp is, and record it."""
         if stamp.incarnation != self.incarnation:
             return Verdict.FORMER
         if not self.incarnation or not counted:
@@ -108,14 +105,14 @@ class Connection:
 
 
 class Fence:
-    """The connections of a hub to its peers, and what was dropped. dropped: by verdict, over all peers."""
+    """The connections of a hub to its peers. dropped: messages dropped, by verdict, over all peers."""
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()
         self._connections: dict[PeerId, Connection] = {}
 
     def open(self, peer: PeerId, incarnation: int) -> None:
-        """Begin the connection of a Hello; the one before it is of a former life now."""
+        """Begin the connection of a Hello, in place of the one before."""
         self._connections[peer] = Connection(incarnation, heard=1)
 
     def close(self, peer: PeerId) -> None:
@@ -127,12 +124,12 @@ class Fence:
         self._connections = {peer: one for peer, one in self._connections.items() if peer in peers}
 
     def stamp(self, peer: PeerId, counted: bool = True) -> Stamp | None:
-        """Return the stamp of what the peer is told next; None: there is no connection."""
+        """Return the stamp of the next message to a peer; None: there is no connection."""
         connection = self._connections.get(peer)
         return None if connection is None else connection.stamp(counted)
 
     def judge(self, peer: PeerId, stamp: Stamp, counted: bool = True) -> Verdict | None:
-        """Return what a message is, and count it if it is not of now; None: there is no connection."""
+        """Return what a message is, and count it unless it is current; None: there is no connection."""
         connection = self._connections.get(peer)
         if connection is None:
             return None
@@ -141,18 +138,18 @@ class Fence:
         return verdict
 
     def count(self, verdict: Verdict) -> None:
-        """Take note that a message was dropped."""
+        """Count a dropped message."""
         self.dropped[verdict.value] += 1
 
 
 def hub_mismatch(
-    welcome: Welcome, run: str, term: int, version: Version, may_begin_anew: bool = False
+    welcome: Welcome, run: str, term: int, version: Version, may_start_over: bool = False
 ) -> tuple[str, str] | None:
     """Return why a hub is not believed, as a code ("run", "term", "version") and a sentence; None if it is.
 
-    run: of the node, "" if it has none.  term, version: the highest that it knows.  may_begin_anew: with another run.
+    run: of the node, "" if it has none.  term, version: the highest that it knows.  may_start_over: in another run.
     """
-    if run and welcome.run != run and not may_begin_anew:
+    if run and welcome.run != run and not may_start_over:
         return "run", (
             f"the broker now runs {welcome.run}, this node belongs to {run}. Restart the broker with the checkpoint of "
             "the old run, or stop this node and start it again to join the new run (with --new-run where it has a "

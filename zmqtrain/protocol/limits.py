@@ -60,25 +60,64 @@ from zmqtrain.protocol.messages import (
 )
 
 PROBE_FRAME_BYTES = 1 << 18
-"""The most padding that one message may have: on a link of 1 Gb/s it holds up what comes behind it for 2 ms."""
-
+"""Most padding of one message: on a link of 1 Gb/s it delays what follows by 2 ms."""
 PROBE_BYTES, PROBE_SECONDS = 32 << 20, 10.0
-"""So many bytes of padding, both ways and of all peers, are given in so many seconds: under 3 % of 1 Gb/s."""
+"""Padding, both ways and of all peers, in so many seconds: under 3 % of 1 Gb/s."""
+
+MESSAGES_PER_SECOND = 20_000.0
+"""Of one peer for long: three times those of a node whose steps take 1 ms, each with an exchange."""
+MESSAGES_AT_ONCE = 200_000.0
+"""At once: the queue of a broker that was stopped for ten seconds, or the requests of a client of many keys."""
+LOOP_SECONDS, LOOP_SHARE = 0.5, 0.02
+"""Time on the broker's loop beyond ordinary messages: seconds at once, and share for long, of one peer."""
+FAULT_SECONDS = 0.02
+"""Time charged for a message that no sound peer sends: 25 at once, and one a second for long."""
+BACK_AT, MOST_COUNTED = 0.9, 1.3
+"""A disconnected peer is heard again at this share of LOOP_SECONDS, and at most this many times LOOP_SECONDS is
+charged: so it is heard 10 s later at the latest."""
+SPARED_SECONDS, SPARED_SECONDS_PER_BYTE = 5e-4, 1e-7
+"""Most time of an ordinary message, by the bytes of its head: an old PC needs a fifth of it."""
+PEERS_KEPT = 1024
+
+SMALL_HEAD_BYTES = 4 << 10
+LONG_HEAD_BYTES = 16 << 10
+KEYS_HEAD_BYTES = 64 << 10
+"""Of a description of keys of a parameter server; a client sends it in several messages."""
+LEAST_FETCH_BYTES = 64 << 10
+"""A Fetch may be this large for any model: a node with another model is told which leaf differs."""
+BYTES_OF_A_SIZE, FRAME_VALUES = 10, 8192
+"""Bytes of one frame's size in a head; every frame of a transfer but the last holds this many values at least."""
+SNAPSHOT_MODELS = 5
+"""The frames of a snapshot hold this many models at most: optimizer state may go with it."""
+TAKEN_BY_HUBS = frozenset({*ALLOWED, Chunk, Credit})
+_LONG = frozenset({Hello, Report, WorkRequest, Goodbye, JoinGroup, GroupLost, Enrol, Initialise, Push, Pull})
+_AS_KEYS_ARE = frozenset({Declare, Founded})
+
+OFFENCES = frozenset({"non-finite", "norm", "enormous", "corrupt", "size"})
+"""Codes of refusals that no sound node causes."""
+OVER = "over"
+"""Reason of the Preempt of a node whose quarantine has ended: its optimizer goes on as it is."""
+MOST_REFUSED, OF_LAST = 3, 8
+"""This many refused of the last deltas quarantine a node; as many accepted as the latter end its probation."""
+QUARANTINE_SECONDS, LONGEST_QUARANTINE_SECONDS = 10.0, 600.0
+NODES_KEPT = 1024
+GATE_VOTES_KEPT, GATE_VOTE_SECONDS = 64, 300.0
+"""Voters on whether the gate is wrong: the live nodes, and the nodes of the last accepted deltas that are not older."""
 
 
 def is_sound(probe: Probe) -> bool:
-    """Return whether a probe asks for something that may be given."""
+    """Return whether a probe asks for an amount of padding that is allowed."""
     return 0 <= probe.size <= PROBE_FRAME_BYTES and 0 <= probe.answer <= PROBE_FRAME_BYTES
 
 
 class ProbeBudget:
-    """What is left of PROBE_BYTES, until PROBE_SECONDS have passed since the first probe that took of it."""
+    """What is left of PROBE_BYTES, until PROBE_SECONDS after the first probe that took of it."""
 
     def __init__(self) -> None:
         self._began, self._taken = float("-inf"), 0
 
     def take(self, probe: Probe, now: float) -> bool:
-        """Pay for a sound probe and its answer; False, and nothing is paid, if there is too little left."""
+        """Charge a sound probe and its answer; False, and no charge, if too little is left."""
         if now - self._began >= PROBE_SECONDS:
             self._began, self._taken = now, 0
         wanted = self._taken + probe.size + probe.answer
@@ -86,23 +125,6 @@ class ProbeBudget:
             return False
         self._taken = wanted
         return True
-
-
-MESSAGES_PER_SECOND = 20_000.0
-"""What a peer may say for long: thrice what a node says whose steps take 1 ms, each with an exchange."""
-MESSAGES_AT_ONCE = 200_000.0
-"""And at once: what queued while the broker was stopped for ten seconds, or the requests of a client of many keys."""
-LOOP_SECONDS, LOOP_SHARE = 0.5, 0.02
-"""A peer's messages may take so many seconds of the broker's loop at once, and for long this share of its time, beyond
-what ordinary ones take."""
-FAULT_SECONDS = 0.02
-"""What a message is counted for that no sound peer sends: 25 at once, and one a second for long."""
-BACK_AT, MOST_COUNTED = 0.9, 1.3
-"""A peer that was shown out is heard again once so much of LOOP_SECONDS is left of what was counted, and never more is
-counted than MOST_COUNTED times that: so it is heard 10 s later at the latest."""
-SPARED_SECONDS, SPARED_SECONDS_PER_BYTE = 5e-4, 1e-7
-"""What an ordinary message takes at most, by the bytes of its head: an old PC needs a fifth of it."""
-PEERS_KEPT = 1024
 
 
 class Hearing(Enum):
@@ -114,18 +136,16 @@ class Hearing(Enum):
 
 
 class MessageRates:
-    """What each peer may still say. not_heard: messages that were not read, of all peers."""
+    """Token buckets of messages by peer. not_heard: messages of all peers that were not read."""
 
     def __init__(self) -> None:
         self.not_heard = 0
-        self._left: dict[PeerId, tuple[float, float]] = {}  # what was left, and when
+        self._left: dict[PeerId, tuple[float, float]] = {}  # tokens, and when
         self._over: set[PeerId] = set()
 
     def take(self, peer: PeerId, now: float) -> Hearing:
-        """Take note of a message; TOO_MANY for the first that is over the measure.
-
-        Who is over it is heard again when a second's messages are left.
-        """
+        """Count a message; TOO_MANY for the first over the limit. The peer is heard again when tokens for a second are
+        left."""
         left, at = self._left.pop(peer, (MESSAGES_AT_ONCE, now))
         left = min(MESSAGES_AT_ONCE, left + (now - at) * MESSAGES_PER_SECOND)
         heard = left >= (MESSAGES_PER_SECOND if peer in self._over else 1)
@@ -145,19 +165,19 @@ class MessageRates:
 
 
 def cost_of(seconds: float, head_bytes: int) -> float:
-    """Return what of the time that a message took is counted."""
+    """Return the part of a message's time that is charged."""
     return max(0.0, seconds - SPARED_SECONDS - SPARED_SECONDS_PER_BYTE * head_bytes)
 
 
 class LoopBudgets:
-    """What each peer has taken of the loop's time, of late, beyond ordinary messages."""
+    """Recent time of each peer on the loop, beyond ordinary messages."""
 
     def __init__(self) -> None:
-        self._taken: dict[PeerId, tuple[float, float]] = {}  # how much, and when that was so
+        self._taken: dict[PeerId, tuple[float, float]] = {}  # seconds, and when
         self._out: set[PeerId] = set()
 
     def take(self, peer: PeerId, seconds: float, now: float) -> bool:
-        """Count so many seconds; return whether the peer is to be shown out for them, which it is once."""
+        """Charge so many seconds; return whether the peer is to be disconnected for them, which it is once."""
         if seconds <= 0:
             return False
         taken = min(MOST_COUNTED * LOOP_SECONDS, self._taken_by(peer, now) + seconds)
@@ -173,7 +193,7 @@ class LoopBudgets:
         return True
 
     def is_heard(self, peer: PeerId, now: float) -> bool:
-        """Return whether messages of this peer are read; one that was shown out is again after a while."""
+        """Return whether messages of this peer are read; those of a disconnected peer are after a while."""
         if peer in self._out and self._taken_by(peer, now) <= BACK_AT * LOOP_SECONDS:
             self._out.discard(peer)
         return peer not in self._out
@@ -183,70 +203,36 @@ class LoopBudgets:
         return max(0.0, taken - (now - at) * LOOP_SHARE)
 
 
-SMALL_HEAD_BYTES = 4 << 10
-LONG_HEAD_BYTES = 16 << 10
-KEYS_HEAD_BYTES = 64 << 10
-"""What describes keys of a parameter server: a client says them in several messages."""
-LEAST_FETCH_BYTES = 64 << 10
-"""A Fetch may be so large however small the run's model is: a node with another model is told which leaf differs."""
-BYTES_OF_A_SIZE = 10
-"""Of one frame of a transfer; a frame but the last holds FRAME_VALUES values at least."""
-FRAME_VALUES = 8192
-SNAPSHOT_MODELS = 5
-"""A snapshot's frames are those of so many models: the state of an optimizer may go with it."""
-
-TAKEN_BY_HUBS = frozenset({*ALLOWED, Chunk, Credit})
-_LONG = frozenset({Hello, Report, WorkRequest, Goodbye, JoinGroup, GroupLost, Enrol, Initialise, Push, Pull})
-_AS_KEYS_ARE = frozenset({Declare, Founded})
-
-
 class HeadSizes:
-    """The sizes at one hub; what follows from its model is computed once for each."""
+    """Limits of heads at one hub; those that follow from its model are computed once for each model."""
 
     def __init__(self) -> None:
         self._model: ModelSpec = ()
         self._described = self._frames = 0
 
     def most_bytes(self, kind: type[Message], model: ModelSpec, founded: bool) -> int:
-        """Return how large a head of this kind may be. model: the run's, or that of the node that founds it."""
+        """Return the limit for heads of this kind. model: the run's, or that of the node that is asked for its own."""
         if kind in _AS_KEYS_ARE:
             return KEYS_HEAD_BYTES
         if kind is Fetch and not founded:
             return MAX_HEAD_BYTES
         if kind not in (Fetch, Publish, Snapshot):
             return LONG_HEAD_BYTES if kind in _LONG else SMALL_HEAD_BYTES
-        self._look(model)
+        if model is not self._model:
+            self._model = model
+            self._described = sum(4 * len(leaf.path) + 9 * len(leaf.shape) + len(leaf.dtype) + 10 for leaf in model)
+            self._frames = count_values(model) // FRAME_VALUES
         if kind is Fetch:
             most = LEAST_FETCH_BYTES + 2 * self._described
         else:
             most = LONG_HEAD_BYTES + (SNAPSHOT_MODELS if kind is Snapshot else 1) * BYTES_OF_A_SIZE * self._frames
         return min(most, MAX_HEAD_BYTES)
 
-    def _look(self, model: ModelSpec) -> None:
-        if model is self._model:
-            return
-        self._model = model
-        self._described = sum(4 * len(leaf.path) + 9 * len(leaf.shape) + len(leaf.dtype) + 10 for leaf in model)
-        self._frames = count_values(model) // FRAME_VALUES
-
-
-OFFENCES = frozenset({"non-finite", "norm", "enormous", "corrupt", "size"})
-"""The codes with which a delta is refused that no sound node sends."""
-OVER = "over"
-"""The reason with which a node is preempted whose quarantine has ended: its optimizer goes on as it is."""
-MOST_REFUSED, OF_LAST = 3, 8
-"""So many refused of so many deltas quarantine a node; and so many accepted in a row end its probation."""
-QUARANTINE_SECONDS, LONGEST_QUARANTINE_SECONDS = 10.0, 600.0
-NODES_KEPT = 1024
-GATE_VOTES_KEPT, GATE_VOTE_SECONDS = 64, 300.0
-"""Who votes on whether the gate is wrong: the live nodes, and of so many deltas that were accepted last, and not longer
-ago, the nodes'."""
-
 
 @dataclass
 class _Record:
-    """Of one node: which of its last deltas were refused; until when it is quarantined, and for how long the next time;
-    how many were accepted since; and the code for which it was quarantined last."""
+    """refused: of the last deltas, whether each was.  until: end of the quarantine.  seconds: of the next one.  reason:
+    code of the last one."""
 
     refused: deque[bool] = field(default_factory=lambda: deque(maxlen=OF_LAST))
     until: float = float("-inf")
@@ -254,13 +240,9 @@ class _Record:
     on_probation: bool = False
     reason: str = ""
 
-    @property
-    def is_out_for_norm(self) -> bool:
-        return self.on_probation and self.reason == "norm" and not self.refused
-
 
 class Quarantines:
-    """The records of all nodes."""
+    """The quarantine records of all nodes."""
 
     def __init__(self) -> None:
         self._records: dict[PeerId, _Record] = {}
@@ -268,12 +250,12 @@ class Quarantines:
         self._votes: deque[tuple[str, float]] = deque(maxlen=GATE_VOTES_KEPT)
 
     def refused(self, peer: PeerId, reason: str, now: float) -> float:
-        """Take note that a delta was refused; return for how many seconds its node is quarantined now, 0: it is not."""
+        """Record a refused delta; return for how many seconds its node is quarantined from now, 0: it is not."""
         if reason not in OFFENCES:
             return 0.0
         self._looked_at = now
         record = self._recent(peer)
-        if now < record.until:  # what was on its way when it was told
+        if now < record.until:  # it was in flight when the quarantine began
             return 0.0
         record.refused.append(True)
         if not record.on_probation and sum(record.refused) < MOST_REFUSED:
@@ -284,7 +266,7 @@ class Quarantines:
         return seconds
 
     def accepted(self, peer: PeerId, voter: str = "", now: float = 0.0) -> None:
-        """Take note that a delta was accepted. voter: its node's key, "" where there are none."""
+        """Record an accepted delta. voter: its node's key, "" where there are none."""
         self._votes.append((voter or peer, now))
         record = self._records.get(peer)
         if record is None:
@@ -294,29 +276,32 @@ class Quarantines:
             record.on_probation, record.seconds = False, QUARANTINE_SECONDS
 
     def rest(self, peer: PeerId, now: float) -> float:
-        """Return for how many seconds more a node is quarantined; 0: it is not."""
+        """Return for how many more seconds a node is quarantined; 0: it is not."""
         self._looked_at = now
         record = self._records.get(peer)
         return max(0.0, record.until - now) if record is not None else 0.0
 
     def wrongly(self, live: Mapping[PeerId, str], now: float = 0.0) -> tuple[PeerId, ...]:
-        """Return who is out for its norm, with nothing accepted since, if these are more than half of the voters.
-
-        live: the nodes that are here, each with the voter that it is.  Of two halves either may be right: as long as
-        they differ, the gate stays as it is.
+        """Return the nodes that are out for their norm, with nothing accepted since, if they are more than half of the
+        voters. live: the nodes that are here, each with its voter. Of two equal halves either may be right, and the
+        gate stays as it is.
         """
-        out = tuple(peer for peer in live if (one := self._records.get(peer)) is not None and one.is_out_for_norm)
+        out = tuple(peer for peer in live if self._is_out_for_norm(peer))
         voters = {live[peer] for peer in out}
         everybody = {*live.values(), *(voter for voter, at in self._votes if now - at <= GATE_VOTE_SECONDS)}
         return out if 2 * len(voters) > len(everybody) else ()
 
+    def _is_out_for_norm(self, peer: PeerId) -> bool:
+        record = self._records.get(peer)
+        return record is not None and record.on_probation and record.reason == "norm" and not record.refused
+
     def acquit(self, peer: PeerId) -> None:
-        """Forget what is held against a node."""
+        """Forget the record of a node."""
         self._records.pop(peer, None)
 
     def state(self) -> dict[str, list[Any]]:
-        """Return what outlives a hub: by node that is out or on probation, for how long still, when it was last asked,
-        for how long the next time, why, and how many were accepted since."""
+        """Return what outlives a hub: by node on probation, the seconds that were left at the last call, the seconds of
+        the next quarantine, the reason, and the number of deltas accepted since."""
         return {
             peer: [max(0.0, record.until - self._looked_at), record.seconds, record.reason, len(record.refused)]
             for peer, record in self._records.items()
@@ -324,7 +309,7 @@ class Quarantines:
         }
 
     def restore(self, state: Mapping[str, Any], now: float) -> None:
-        """Take over what `state` returned, besides what is known here. Raises TypeError or ValueError."""
+        """Add what `state` returned. Raises TypeError or ValueError."""
         self._looked_at = max(self._looked_at, now)  # a hub that goes back, with none of these, has looked since
         for peer, (rest, seconds, reason, accepted) in state.items():
             record = self._recent(PeerId(peer))

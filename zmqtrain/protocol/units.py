@@ -24,35 +24,35 @@ from zmqtrain.protocol.members import Member, MemberState, counted, training
 from zmqtrain.protocol.messages import Stop, WorkRequest, WorkUnit
 
 MOST_IN_HAND = 256
-"""So many units are dealt to one node at most that it has not done: nodes keep two; nobody takes a run's data."""
-
+"""Units dealt to one node and not done; nodes keep two, and this bound keeps one from taking all data of a run."""
 CLAIMED_AHEAD = 4096
-"""After a restart of the hub nodes may claim units so far beyond those that its checkpoint knows of."""
+"""After a restart of the hub, nodes may claim units of each lane this far beyond those that its checkpoint knows."""
+MOST_UNITS = 64  # dealt at one request
 
 
 class WorkLedger:
-    """Which data units are dealt to whom, which are done, and which are next.
+    """Which data units are dealt to which node, which are done, and which are next.
 
-    total: how many units the run has; 0: no end.  lanes: 0 deals in the order of asking; n deals to the node with lane
-        i the units i, i + n, i + 2n, ... so that the same nodes get the same data whoever asks first (strict mode).
+    total: number of units of the run; 0: no end.  lanes: 0 deals in the order of requests; n deals to the node with
+    lane i the units i, i + n, i + 2n, ... so that the same nodes get the same data in any order (strict mode).
+    stopped: an operator has ended the run, and no unit is dealt any more; not in a checkpoint.
     """
 
     def __init__(self, total: int = 0, lanes: int = 0) -> None:
         self.total, self.lanes = total, max(1, lanes)
         self._next = list(range(self.lanes))
         self._believed = list(self._next)  # by lane: nodes are believed about units before this one
-        self._unreached: set[int] = set()  # the lanes whose nodes have not said yet where they stand
+        self._unreached: set[int] = set()  # lanes whose nodes have not said yet where they stand
         self._returned: list[int] = []  # in order
         self._dealt: dict[int, PeerId] = {}
         self._in_hand: Counter[PeerId] = Counter()
-        self._unbacked: dict[PeerId, list[int]] = {}  # done by nodes of which nothing has come yet
+        self._unbacked: dict[PeerId, list[int]] = {}  # done by nodes that have not contributed yet
         self.done_count = 0
         self.stopped = False
-        """Whether an operator has ended the run: no unit is dealt any more. A checkpoint does not hold it."""
 
     def deal(self, peer: PeerId, want: int, lane: int | None = None) -> tuple[int, ...]:
-        """Deal up to `want` units to a node; fewer or none when no more are left (in its lane, where one is given), or
-        it has as many in hand as it may."""
+        """Deal up to `want` units to a node (of its lane, if one is given); fewer when no more are left, or when it has
+        as many in hand as it may."""
         numbers: list[int] = []
         want = min(want, MOST_IN_HAND - self._in_hand[peer])
         while len(numbers) < want:
@@ -71,9 +71,9 @@ class WorkLedger:
         return tuple(numbers)
 
     def claim(self, peer: PeerId, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Give a node that comes back what it had in hand; return what of it is its own again.
+        """Give a returning node the units that it had in hand; return those that are its own again.
 
-        What others have by now, or is done, is not; what a restarted hub had not dealt yet, as far as it knows, is.
+        Units that others have by now, or that are done, are not. Units that a restarted hub does not know of are.
         """
         own: list[int] = []
         for number in dict.fromkeys(numbers):
@@ -90,10 +90,8 @@ class WorkLedger:
         return tuple(own)
 
     def reach(self, lane: int, number: int) -> None:
-        """Take the units of a lane before this one as done: its node says so, after all have gone back to one state.
-
-        A lane's node says so once, of units that a restarted hub may not know of.
-        """
+        """Count the units of a lane before this one as done; its node says so once, after all have gone back to one
+        state, of units that a restarted hub may not know of."""
         if lane not in self._unreached:
             return
         self._unreached.discard(lane)
@@ -105,9 +103,9 @@ class WorkLedger:
         self.done_count += len(done) + ahead
 
     def done(self, peer: PeerId, numbers: Iterable[int], backed: bool = True) -> int:
-        """Mark units as done by the node that has them; return how many were. Others' and unknown ones are ignored.
+        """Mark units as done by the node that has them; return how many were. Other units are ignored.
 
-        backed: deltas of this node have come; until then (`back`) what it has done may be dealt again (`lost`).
+        backed: the node has contributed; until then (`back`) its done units may be dealt again (`lost`).
         """
         numbers = self._put_down(peer, numbers)
         self.done_count += len(numbers)
@@ -118,20 +116,20 @@ class WorkLedger:
         return len(numbers)
 
     def back(self, peer: PeerId) -> None:
-        """Record that a delta of this node has come: what it has done until now stays done."""
+        """Record that a node has contributed: its done units stay done."""
         self._unbacked.pop(peer, None)
 
     def give_back(self, peer: PeerId, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Deal units again that a node has in hand, as its work on them is not in the run; return which."""
+        """Take units from a node's hand, because its work on them is not in the run; return which."""
         back = tuple(self._put_down(peer, numbers))
         for number in back:
             insort(self._returned, number)
         return back
 
     def lost(self, peer: PeerId, unbacked: bool = False) -> tuple[int, ...]:
-        """Take back what a lost node had not finished; return the numbers.
+        """Take back the units that a lost node had in hand; return their numbers.
 
-        unbacked: also what it had done, as nothing of its work has come.
+        unbacked: also its done units, if it has not contributed.
         """
         back = self.give_back(peer, [number for number, owner in self._dealt.items() if owner == peer])
         del self._in_hand[peer]
@@ -144,7 +142,6 @@ class WorkLedger:
         return back
 
     def _put_down(self, peer: PeerId, numbers: Iterable[int]) -> list[int]:
-        """Take those of these units that a node has out of its hand."""
         own = [number for number in dict.fromkeys(numbers) if self._dealt.get(number) == peer]
         for number in own:
             del self._dealt[number]
@@ -156,11 +153,11 @@ class WorkLedger:
 
     @property
     def finished(self) -> bool:
-        """True when every unit of a run with an end is done, and of a run that an operator has ended."""
+        """Whether every unit of a run with an end is done, or an operator has ended the run."""
         return self.stopped or (self.total > 0 and self.done_count >= self.total)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold; what is dealt and not done counts as returned."""
+        """Return what a checkpoint must hold; units in hand count as returned."""
         returned = sorted([*self._returned, *self._dealt])
         return {"total": self.total, "next": list(self._next), "returned": returned, "done": self.done_count}
 
@@ -179,23 +176,18 @@ class WorkLedger:
         return ledger
 
 
-MOST_UNITS = 64
-"""No more units are dealt at one request."""
-
-
 class UnitDealer:
-    """The data units of one run, and its end. members: the hub's own; shard: which of several masters this is."""
+    """The data units of one run, and its end. members: shared with the hub; shard: index among several masters.
+
+    nodes_at_the_end: how many nodes trained when the data ended; the last to drain must not weigh more in a mean
+    because the others have left.
+    """
 
     def __init__(self, settings: RunSettings, members: Mapping[PeerId, Member], shard: int) -> None:
         self._settings, self._members, self._shard = settings, members, shard
+        self._units = 0 if shard else settings.units  # that this hub deals before the run is over; 0: no end
         self.ledger = WorkLedger(self._units, settings.start_nodes if settings.mode == "strict" else 0)
         self.nodes_at_the_end = 0
-        """How many trained when the data ended: who drains last must not weigh more because the others have left."""
-
-    @property
-    def _units(self) -> int:
-        """How many data units this hub deals before the run is over; 0: no end."""
-        return 0 if self._shard else self._settings.units
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over the ledger of a checkpoint. Raises what `WorkLedger.from_state` does."""
@@ -203,61 +195,59 @@ class UnitDealer:
         self.ledger.total = self._units
 
     def asked(self, member: Member, request: WorkRequest, backed: bool = True) -> list[HubEffect]:
-        """Take a node's word on what it has done, and deal what it wants, if there is any. backed: as in the ledger."""
+        """Record the units that a node has done, and deal those that it wants. backed: as in the ledger."""
         lane = self._lane(member.peer)
         if lane is not None and request.reached >= 0:
             self.ledger.reach(lane, request.reached)
         own = () if self._shard else self.ledger.claim(member.peer, request.held[:MOST_UNITS])
-        if member.quarantined:  # nothing of its work is taken
+        if member.quarantined:  # its work is rejected
             self.ledger.give_back(member.peer, request.done)
         else:
             member.units += self.ledger.done(member.peer, request.done, backed)
         member.idle = False
+        drained = request.idle and request.want == 0
         if self._shard:
-            self._told(member, request)
-        elif self.ledger.finished and request.idle and request.want == 0:
+            member.drained = drained
+            if drained:
+                self._data_ended()
+            member.idle = request.idle and not drained and lane is None
+        elif self.ledger.finished and drained:
             member.drained = True
         elif self.ledger.finished:
             self._data_ended()
             return [*self._feed_idle(), SendTo(member.peer, WorkUnit((), finished=True))]
-        elif (
-            numbers := own + self.ledger.deal(member.peer, max(0, min(request.want, MOST_UNITS)), lane)
-        ) or request.held:
-            return [SendTo(member.peer, WorkUnit(numbers))]
         else:
-            # in strict mode the others' rounds still wait for a node at the end of its share: it has as many offers
+            numbers = own + self.ledger.deal(member.peer, max(0, min(request.want, MOST_UNITS)), lane)
+            if numbers or request.held:
+                return [SendTo(member.peer, WorkUnit(numbers))]
+            # in strict mode the others' rounds still wait for a node at the end of its lane: it makes as many offers
             member.idle = request.idle and lane is None
         return []
-
-    def _told(self, member: Member, request: WorkRequest) -> None:
-        """A node says to another master than the first that it waits for data units, or that all it had has landed."""
-        member.drained = request.idle and request.want == 0
-        if member.drained:
-            self._data_ended()
-        member.idle = request.idle and not member.drained and self._lane(member.peer) is None
 
     def _data_ended(self) -> None:
         self.nodes_at_the_end = max(self.nodes_at_the_end, len(counted(self._members)))
 
     def stop(self) -> list[HubEffect]:
-        """Deal no unit any more, and have every node that trains drain what it has pending and leave."""
+        """Deal no more units, and have every training node drain what it has pending and leave."""
         self.ledger.stopped = True
         self._data_ended()
-        live = [member for member in self._members.values() if member.state is MemberState.LIVE]
-        for member in live:
+        for member in (live := self._live()):
             member.idle = False
         return [SendTo(member.peer, Stop()) for member in live]
 
     def lost(self, peer: PeerId, unbacked: bool = False) -> list[HubEffect]:
-        """Take back what a peer had in hand: it is gone, or has forgotten it. unbacked: as in the ledger."""
+        """Take back the units of a peer that is gone, or has forgotten them. unbacked: as in the ledger."""
         return self._feed_idle() if self.ledger.lost(peer, unbacked) else []
 
     def end_when_drained(self, version: Version) -> list[HubEffect]:
-        """Let everybody go once nothing is pending anywhere."""
-        live = [member for member in self._members.values() if member.state is MemberState.LIVE]
+        """Let all nodes go once nothing is pending anywhere."""
+        live = self._live()
         if not (self.ledger.finished or self._shard) or not all(member.drained for member in live):
             return []
         return [SendTo(member.peer, WorkUnit((), finished=True, end_version=version)) for member in live]
+
+    def _live(self) -> list[Member]:
+        return [member for member in self._members.values() if member.state is MemberState.LIVE]
 
     def _feed_idle(self) -> list[HubEffect]:
         effects: list[HubEffect] = []
@@ -271,7 +261,7 @@ class UnitDealer:
         return effects
 
     def _lane(self, peer: PeerId) -> int | None:
-        """The node's fixed share of the data in strict mode; None when there is none, or somebody is missing."""
+        """The lane of a node in strict mode; None otherwise, and while a node is missing or quarantined."""
         nodes = sorted(training(self._members))
         strict = self._settings.mode == "strict" and len(nodes) == self.ledger.lanes
-        return nodes.index(peer) if strict and peer in nodes else None  # one that is quarantined has none
+        return nodes.index(peer) if strict and peer in nodes else None
