@@ -321,7 +321,8 @@ def test_silent_connections_that_hold_all_places_give_way_to_a_node_that_speaks(
     async def main() -> None:
         places = LEAST_CONNECTIONS
         hub = RouterChannel.bind(HERE, limits=ConnectionLimits(places, half_open_per_address=places, half_open=places))
-        hub._doorway.clock = itertools.count(0.0, 100.0).__next__  # every look is long after the one before
+        looks = itertools.count(0.0, 100.0)  # every look is long after the one before
+        hub._doorway.clock = SimpleNamespace(monotonic=looks.__next__)
         raw = [connect_raw(hub, f"127.0.0.{2 + index % 4}") for index in range(places)]
         for index, connection in enumerate(raw):
             connection.sendall(null_handshake(f"Csilent#{index}".encode()))

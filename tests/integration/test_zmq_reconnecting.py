@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -52,7 +53,7 @@ def test_a_lane_that_is_not_there_yet_is_full_for_a_while_and_one_that_is_gone_i
     async def main() -> None:
         now, life = 1000.0, first_life()
         hub = RouterChannel.bind(HERE, limits=ConnectionLimits(handshake_seconds=5.0))
-        hub._doorway.clock = lambda: now
+        hub._doorway.clock = SimpleNamespace(monotonic=lambda: now)
         for _ in range(2):  # a later life of the channel begins without a lane
             control = strangers.dealer(hub.address, routing_id_of(Lane.CONTROL, A, life))
             control.send(b"hello")
@@ -212,7 +213,7 @@ def test_a_node_is_told_of_each_connection_that_is_gone_and_of_no_attempt_that_f
 def test_who_is_sent_to_another_hub_does_not_try_a_refusal_of_the_former_one_again() -> None:
     async def main() -> None:
         node = DealerChannel.connect("tcp://127.0.0.1:1", peer=A)
-        node._handshake_ended("key")
+        node.on_handshake("key")
         assert node._retry is not None and "does not authorise" in node.obstacle
         await node.reconnect("tcp://127.0.0.1:2")
         assert node._retry is None and node.obstacle == ""

@@ -59,7 +59,7 @@ def test_with_another_number_of_masters_the_keys_are_gone_and_the_store_has_anot
     store = server.machine.rules.store
     server.machine.lost("a")
     (begin,) = server.machine.enrol("b", Rules(masters=2), False)
-    assert begin.anew and server.machine.rules.store != store and server.machine.held_bytes == 0
+    assert begin.reset and server.machine.rules.store != store and server.machine.held_bytes == 0
     assert server.pull("b")[0].reason == "key"
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.parameter_server.trees import name_leaves, rebuild
+from zmqtrain.parameter_server.directory import name_leaves, rebuild
 
 
 class Layer(NamedTuple):

@@ -31,11 +31,11 @@ from zmqtrain.core.errors import CollectiveMismatch, FramingError, OperationErro
 from zmqtrain.core.types import MAX_FRAME_BYTES
 
 PART_BYTES = MAX_FRAME_BYTES
-"""What is longer is cut on its way."""
+"""Longer messages are cut."""
 
 WINDOW_BYTES = 4 * PART_BYTES
 REPORT_BYTES = WINDOW_BYTES // 2
-"""How much may be on its way, and after how much more the other side says that it has taken it."""
+"""The most bytes in flight to a rank, and after how many more the receiver reports that it has taken them."""
 
 
 class Part(NamedTuple):
@@ -53,7 +53,7 @@ class Outflow:
     """What goes to one rank, in order.
 
     bounded: there is room for WINDOW_BYTES; else always.  confirm: whatever is sent counts as lent.
-    sent, taken: bytes so far; lent: up to here memory of the sender's may be on its way.
+    sent, taken: bytes so far; lent: up to here the sender's memory may be in flight.
     """
 
     bounded: bool = True
@@ -84,13 +84,13 @@ class Outflow:
 
     @property
     def is_done(self) -> bool:
-        """Whether all is sent, and none of the sender's memory is on its way."""
+        """Whether all is sent, and none of the sender's memory is in flight."""
         return self.taken >= self.lent and not self._waiting
 
 
 @dataclass(slots=True)
 class Inflow:
-    """What has come of one rank and was not taken: (values or None, bytes of the whole, code of their dtype).
+    """Parts received from one rank and not yet taken: (values or None, bytes of the whole, code of their dtype).
 
     digest: of the call that it says it makes.  reports: it hears what is taken (the hub does not).
     """
@@ -126,7 +126,7 @@ class Inflow:
 ASK_AFTER_SECONDS, ASK_AGAIN_SECONDS = 0.25, 1.0
 """When a rank says that it waits, and how often it says so again."""
 
-_REMEMBERED = 256  # calls that have ended whose text is known
+_REMEMBERED = 256  # ended calls whose text is kept
 _AHEAD = 1 << 16  # how far ahead of this rank's last call another one may be
 
 Phases = Iterator[tuple[Steps, np.dtype[Any]]]
@@ -149,7 +149,7 @@ class Call:
 
     confirm: it ends only after those whom it sent anything.  text: what it is, "" until this rank has made the call.
     operation: what the hub does, where it is one that reduces.  waits_for: whom it cannot go on, or end, without.
-    ended: it is over, well or not.  error: why not well.  owner: whoever made it may note itself here.
+    ended: it is over, well or not.  error: why not well.  owner: set by the caller.
     """
 
     number: int
@@ -266,7 +266,7 @@ class Calls:
             if to != self.rank:
                 self.outgoing.append((to, head, None))
 
-    # ------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------ received messages
 
     def hear(self, source: int, head: Head, values: memoryview | None) -> None:
         """Take a message of another rank in.
@@ -443,7 +443,7 @@ class Calls:
         return True, None
 
     def _fill(self, call: Call, wanted: Receive, source: Inflow, total: int) -> tuple[bool, Any]:
-        """Take the parts that are here of something that was cut on its way."""
+        """Take the received parts of a message that was cut."""
         if call._filling is None:
             room = np.empty(wanted.values, call._dtype) if wanted.into is None else wanted.into
             call._filling, call._filled = room.view(np.uint8), 0
@@ -492,7 +492,7 @@ class Calls:
             self.outgoing.append((to, head, part.values))
 
     def _look_whether_ended(self, call: Call) -> None:
-        """End a call that has been played, and whose memory is nowhere on its way."""
+        """End a call whose algorithm has ended, if none of its memory is in flight."""
         if call._wanted is not None or call._steps is not None or not call.text:
             return
         if all(stream.is_done for stream in call._streams.values()):

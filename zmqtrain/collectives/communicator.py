@@ -40,6 +40,8 @@ from zmqtrain.collectives.algorithms import (
     REDUCE,
     REDUCE_SCATTER,
     Steps,
+    check_coder,
+    coded_allreduce,
     share_bounds,
 )
 from zmqtrain.collectives.arrays import (
@@ -55,7 +57,6 @@ from zmqtrain.collectives.arrays import (
     take_value,
 )
 from zmqtrain.collectives.calls import Phases, what_calls_share
-from zmqtrain.collectives.coded import check_coder, coded_allreduce
 from zmqtrain.collectives.costs import LARGEST_CHUNK_BYTES, choose_algorithm, choose_chunk_bytes
 from zmqtrain.collectives.group import Endpoint, Group, Request
 from zmqtrain.collectives.matching import (
@@ -138,7 +139,7 @@ class Communicator:
         self.timeout_seconds = timeout_seconds
         self._endpoint = Endpoint(port)
         self._group: Group = self._endpoint.start()
-        self._next: Self | None = None  # what has come of it by `shrink`
+        self._next: Self | None = None  # its successor, made by `shrink`
         self._closed = self._shrunk = False
         self._process, self._closing = os.getpid(), threading.Lock()  # held until a request is noted
         self._requests: WeakSet[Request] = WeakSet()
@@ -174,7 +175,7 @@ class Communicator:
     def shrink(self, timeout_seconds: float | None = None) -> Self:
         """Go on after a loss: return the communicator of those who live, once all of them have called this.
 
-        Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises PeerLost if it is
+        Ranks keep their order and are renumbered. Also after calls differed; then all go on. Raises PeerLost if it is
         this process that was lost, CollectiveTimeout if somebody who lives does not call it, LocalProtocolError if
         nothing is wrong or this was done before.
         """
@@ -212,7 +213,7 @@ class Communicator:
         """Wait until what is in flight has ended, as MPI_Finalize does, and leave the group. Twice is once.
 
         In flight are sends that their receivers do not have yet, collectives, and receives whose message has begun to
-        come; a receive without a message is not waited for. Messages that nobody here has asked for are refused, so
+        arrive; a receive without a message is not waited for. Messages that nobody here has asked for are refused, so
         that two ranks that close do not wait for each other.
         timeout_seconds: how long to wait, the communicator's if None; 0: not at all. What has not ended by then is
         named in the log, and raises PeerLost, here and on the ranks that need this one. A with block that an exception
@@ -380,7 +381,7 @@ class Communicator:
     ) -> Request:
         """Begin an `allreduce`; the request's result is its result. x may be written over at once, `into` not.
 
-        timeout_seconds: how long the request's `wait` waits where it is not told.
+        timeout_seconds: the default of the request's `wait`.
         """
         tree = take_tree(x)
         reductions, operation = _reductions(op, tree)

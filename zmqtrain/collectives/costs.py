@@ -194,15 +194,14 @@ SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 64 << 10, MAX_FRAME_BYTES
 """A message costs about as much CPU as 200 KB of it do, whatever its size."""
 
 _CHUNKS_PER_SHARE = 2
-"""One is reduced while the other is on its way; more cost more messages, and gain little time: what comes last is cut
+"""One is reduced while the other is in flight; more cost more messages and gain little time, as the last one is cut
 smaller anyhow (`dwindling`)."""
 
 _ROUNDED_UP_BYTES = 64
 """So that no chunk of a few values is left over of a share that is a little longer than others."""
 
 _PASSED_ON_WHOLE = ("tree", "chain", "hub")
-"""Algorithms in which an array takes a chunk longer for each rank on its way; in others a rank always has something
-else to send meanwhile."""
+"""Algorithms in which each hop costs an array the time of one chunk; in others a rank always has something to send."""
 _CHUNKS_PASSED_ON, _LARGEST_PASSED_ON = 16, 1 << 20
 
 
@@ -214,7 +213,7 @@ def choose_algorithm(size: int, nbytes: int) -> str:
 
 def choose_chunk_bytes(algorithm: str, size: int, nbytes: int) -> int:
     """Return how many bytes go in one message: a part of each rank's share of an array, so that some are reduced while
-    others are on their way.
+    others are in flight.
 
     algorithm: of whatever collective; "" for one that has no name.
     """

@@ -62,7 +62,7 @@ _EMPTY = Status(ANY_SOURCE, ANY_TAG, (), "", 0, 0)
 class Request:
     """A message or a collective in flight. Made by a communicator.
 
-    what: in words.  timeout_seconds: how long `wait` waits where it is not told.  doing: the machine's side of it.
+    what: in words.  timeout_seconds: the default of `wait`.  doing: the machine's side of it.
     make: makes the result, in the thread that asks for it, once.
     """
 
@@ -78,7 +78,7 @@ class Request:
         self._made = False
 
     def __repr__(self) -> str:
-        state = ("failed" if self._error else "over") if self._over.is_set() else "on its way"
+        state = ("failed" if self._error else "over") if self._over.is_set() else "in flight"
         return f"<Request {self.what}: {state}>"
 
     def test(self) -> bool:
@@ -341,7 +341,7 @@ class Group:
             values = memoryview(bytes(values))
         self.matching.hear(self.rank, head, values)
 
-    # ------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------ received messages
 
     def hear(self, source: int, head: Head, values: memoryview | None) -> None:
         """Take a message of another rank in."""

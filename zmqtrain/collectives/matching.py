@@ -27,10 +27,10 @@ from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
 from zmqtrain.core.errors import CollectiveMismatch, FramingError, ZmqTrainError
 
 ANY_SOURCE = -1
-"""Whoever sent it."""
+"""Any sender."""
 
 ANY_TAG = -1
-"""Whatever its tag is."""
+"""Any tag."""
 
 NOTHING = memoryview(b"")
 
@@ -70,7 +70,7 @@ class Envelope:
 class Transfer:
     """Something that somebody waits for: one of the three below.
 
-    ended: it is over, well or not.  error: why not well.  owner: whoever asked for it may note itself here.
+    ended: it is over, well or not.  error: why not well.  owner: set by the caller.
     """
 
     peer: int
@@ -82,7 +82,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Sending(Transfer):
-    """A message on its way to rank `peer`.
+    """A message in flight to rank `peer`.
 
     taken: somebody there receives it.  withdrawn: it never got there, its sender has it back.
     answered: called once the other side has said whether its sender can have it back.
@@ -141,7 +141,7 @@ EAGER_WINDOW_BYTES = 1 << 20
 
 PIECE_BYTES = 1 << 20
 WINDOW_BYTES = 4 << 20
-"""How a large message is cut, and how much of it is on its way at most."""
+"""How a large message is cut, and how much of it is in flight at most."""
 
 CLOSING = 2
 """The flag of a TAKE with which a receiver that closes its communicator refuses a message."""
@@ -288,7 +288,7 @@ class Matching:
             return self._gone.get(transfer.envelope.source)
         return self._gone.get(transfer.peer)
 
-    # ------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------ received messages
 
     def hear(self, source: int, head: Head, values: memoryview | None) -> None:
         """Take a message of another rank in; raise FramingError for what it cannot mean."""
@@ -321,7 +321,7 @@ class Matching:
     def _of(self, source: int, head: Head) -> Sending:
         sending = self._sending.get(head.number)
         if sending is None or sending.peer != source:
-            raise FramingError(f"{Kind(head.kind).name} of message {head.number}, which is not on its way there")
+            raise FramingError(f"{Kind(head.kind).name} of message {head.number}, which is not in flight there")
         return sending
 
     def _hear_envelope(self, source: int, head: Head, values: memoryview | None) -> None:

@@ -41,7 +41,7 @@ Send = Callable[[PeerId, Folded, Sequence[Buffer], Callable[[], object]], None]
 
 
 def window_bytes(size: int) -> int:
-    """Return the bytes that one rank of a group of `size` may have on their way."""
+    """Return the bytes that one rank of a group of `size` may have in flight."""
     return min(FOLD_BYTES, GROUP_FOLD_BYTES // size)
 
 

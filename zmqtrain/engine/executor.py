@@ -33,7 +33,7 @@ class OnComplete(Protocol):
 
 
 class Request(Protocol):
-    """Something on its way, as a communicator's non-blocking calls return it."""
+    """A request in flight, as a communicator's non-blocking calls return it."""
 
     def add_done_callback(self, call: Callable[[Any], object]) -> None:
         """Have `call(request)` called once it is over."""
@@ -250,7 +250,7 @@ class Engine:
         self.close(drop=error is not None)
 
     def read_value(self, variable: Variable) -> Any:
-        """Return a variable's value to whoever asks: see `Variable.value`."""
+        """Return a variable's value: see `Variable.value`."""
         operation = self._inside_now()
         if operation is None:
             with self._lock:
@@ -260,7 +260,7 @@ class Engine:
         return variable.held
 
     def write_value(self, variable: Variable, value: Any) -> None:
-        """Set a variable's value for whoever asks: see `Variable.value`."""
+        """Set a variable's value: see `Variable.value`."""
         operation = self._inside_now()
         if operation is None:
             with self._lock:
@@ -404,7 +404,7 @@ class Engine:
         if (operation := self._inside_now()) is not None:
             raise EngineError(
                 f"{operation.name} calls {what}: to wait inside an operation may block all workers for ever; declare "
-                f"the variable in read and the engine waits for it, or push what comes afterwards as an operation"
+                f"the variable in read and the engine waits for it, or push the rest as an operation"
             )
 
     def _check(self, variables: Iterable[Variable]) -> None:

@@ -45,7 +45,7 @@ class State(Enum):
 class Failure:
     """What went wrong, and in which operation: `number` is its place in the order of pushing.
 
-    traceback: the error's own, of where it happened, whoever it is raised to and how often.
+    traceback: the error's own, of where it happened, however often it is raised.
     """
 
     number: int
@@ -58,10 +58,10 @@ class VariableOwner(Protocol):
     """Who decides whether a variable may be looked at now: the graph, or the engine around it."""
 
     def read_value(self, variable: Variable) -> Any:
-        """Return the value; raise EngineError if whoever asks may not look at it now, or the error it failed with."""
+        """Return the value; raise EngineError if the caller may not read it now, or the error it failed with."""
 
     def write_value(self, variable: Variable, value: Any) -> None:
-        """Set the value; raise EngineError if whoever asks may not change it now."""
+        """Set the value; raise EngineError if the caller may not change it now."""
 
 
 class Variable:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from zmqtrain.core.containers import children, like
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import LeafSpec, PeerId
 
@@ -174,7 +175,7 @@ class Placed:
 
 @dataclass
 class _Key:
-    """founder: who brings the values; NOBODY: who did is lost; None: they are there.  waiting: who takes them, in
+    """founder: the client that brings the values; NOBODY: it was lost; None: they are there.  waiting: clients, in
     order, as (client, request, whether it has values of its own to bring)."""
 
     placement: Placement
@@ -299,3 +300,40 @@ class Directory:
         if leaf.dtype not in ITEM_BYTES or not 0 < prod(leaf.shape) <= MOST_VALUES or min(leaf.shape, default=1) < 1:
             raise ConfigError(f"the key {leaf} cannot be: it has one value at least, of {' or '.join(ITEM_BYTES)}")
         return known is None
+
+
+def name_leaves(tree: Any) -> dict[str, Any]:
+    """Return a tree's arrays by key, in the order of the tree; None is no array.
+
+    Raises ConfigError for a tree that is an array itself, and for keys that two of them would have.
+    """
+    if children(tree) is None:
+        raise ConfigError(f"a dict, a list or a tuple of arrays is wanted here, not {type(tree).__name__}")
+    found: dict[str, Any] = {}
+    for key, leaf in _walk(tree, ""):
+        if key in found:
+            raise ConfigError(f"two arrays of the tree would both be the key {key!r}: rename one")
+        found[key] = leaf
+    return found
+
+
+def rebuild(tree: Any, values: Mapping[str, Any]) -> Any:
+    """Return a tree like this one, with these values in the places of its arrays."""
+    return _rebuild(tree, values.__getitem__, "")
+
+
+def _walk(node: Any, way: str) -> Iterator[tuple[str, Any]]:
+    inside = children(node)
+    if inside is None:
+        if node is not None:
+            yield way, node
+        return
+    for name, child in inside:
+        yield from _walk(child, f"{way}/{name}" if way else str(name))
+
+
+def _rebuild(node: Any, value_of: Callable[[str], Any], way: str) -> Any:
+    inside = children(node)
+    if inside is None:
+        return None if node is None else value_of(way)
+    return like(node, [_rebuild(child, value_of, f"{way}/{name}" if way else str(name)) for name, child in inside])

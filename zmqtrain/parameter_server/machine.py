@@ -79,10 +79,10 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Step by this optimizer from now on, with fresh state. anew: and without the keys that were there."""
+    """Step by this optimizer from now on, with fresh state. reset: without the keys that were there."""
 
     optimizer: str
-    anew: bool
+    reset: bool
 
 
 Effect = Receive | Install | Apply | Answer | Confirm | Refuse | Begin
@@ -272,11 +272,11 @@ class KeyServer:
         before = self.rules
         store = wanted.store if wanted.master else before.store
         place = (wanted.master, wanted.masters)
-        anew = not store or (before.store, before.master, before.masters) != (store, *place)
+        reset = not store or (before.store, before.master, before.masters) != (store, *place)
         consistency = wanted.consistency or before.consistency
         optimizer = wanted.optimizer or before.optimizer
         slots = len(optimizer_from_spec(optimizer).slots)
-        if anew:
+        if reset:
             self.keys, self._moving, self.held_bytes, self.value_bytes = {}, set(), 0, 0
             self._gathered.clear()
             if not wanted.master:
@@ -292,7 +292,7 @@ class KeyServer:
         if slots != self._slots:
             self._slots, self.held_bytes = slots, self._sum_costs(slots)
         self._complete, self._set_by = False, worker.rpartition("#")[0] or worker
-        return [*effects, Begin(optimizer, anew)] if anew or optimizer != before.optimizer else effects
+        return [*effects, Begin(optimizer, reset)] if reset or optimizer != before.optimizer else effects
 
     def lost(self, worker: PeerId) -> list[Effect]:
         """Forget a client: what it had pushed whole counts, and nobody waits for it."""
@@ -527,7 +527,7 @@ class KeyServer:
             return "requests", f"the gradient of request {request} waits for its step: a new request has a new number"
         if key is not None and key not in self.keys:
             return "key", (
-                f"this master has nothing of the key {key!r}: init it first (a master that was started anew has none)"
+                f"this master has nothing of the key {key!r}: init it first (a master that was restarted has none)"
             )
         return None
 
@@ -544,14 +544,14 @@ class KeyServer:
         if (needed := self._sum_costs(slots)) > self.limit_bytes:
             raise ConfigError(
                 f"with {optimizer} the keys that are here take {needed >> 20} MiB, and this master gives "
-                f"{self.limit_bytes >> 20}: name an optimizer that keeps less, or start the masters anew"
+                f"{self.limit_bytes >> 20}: name an optimizer that keeps less, or restart the masters"
             )
 
     def _sum_costs(self, slots: int) -> int:
         return sum(self._cost(key.size, slots) for key in self.keys.values())
 
     def _more_bytes(self, asked: Request) -> int:
-        """What a key that is begun takes, more than what is there of that name."""
+        """Return the bytes that a new key takes beyond those already there under its name."""
         known = self.keys.get(asked.key)
         before = self._cost(known.size, self._slots) if known is not None else 0
         return self._cost(asked.values[1] * ITEM_BYTES[asked.dtype], self._slots) - before

@@ -30,10 +30,9 @@ from zmqtrain.core.errors import (
     LocalProtocolError,
 )
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.parameter_server.directory import ITEM_BYTES, check_key, key_name
+from zmqtrain.parameter_server.directory import ITEM_BYTES, check_key, key_name, name_leaves, rebuild
 from zmqtrain.parameter_server.server_connections import ServerConnections
 from zmqtrain.parameter_server.store import consistency_from_spec, optimizer_from_spec
-from zmqtrain.parameter_server.trees import name_leaves, rebuild
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 
 Key = str | int

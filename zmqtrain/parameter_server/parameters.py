@@ -151,7 +151,7 @@ class Parameters:
         self._looked_at = 0.0
         self._carry_out = EffectQueue[Effect | Placed](self._carry_out_one).carry_out
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ received messages
 
     def take(self, peer: PeerId, request: KeyRequest) -> None:
         """Take what a client says. Raises RemoteProtocolError or FramingError for what no client of ours says."""
@@ -302,19 +302,19 @@ class Parameters:
             case Refuse(worker, request, reason, text):
                 logger.debug("refused what %s asked: %s", worker, text)
                 self._downlink.send(worker, Refused(reason, text, request))
-            case Begin(optimizer, anew):
-                self._begin(optimizer, anew)
+            case Begin(optimizer, reset):
+                self._begin(optimizer, reset)
             case Placed(worker, request, found, given):
                 self._downlink.send(worker, messages.Placed(request, _to_wire(found), _to_wire(given)))
 
-    def _begin(self, optimizer: str, anew: bool) -> None:
+    def _begin(self, optimizer: str, reset: bool) -> None:
         rules = self.machine.rules
         text = "serving keys as master %d of %d: %s, %s, workers: %d"
         logger.info(text, rules.master, rules.masters, rules.consistency, optimizer, rules.workers)
-        if anew:
+        if reset:
             self.directory = Directory(rules.masters)
             self._whole.clear()
-        self._job(partial(self.store.begin, optimizer_from_spec(optimizer), anew))
+        self._job(partial(self.store.begin, optimizer_from_spec(optimizer), reset))
 
     def _expect(self, peer: PeerId, payload: Payload) -> None:
         try:

@@ -149,7 +149,7 @@ class Consistency(NamedTuple):
     averages: bool
 
     def may_proceed(self, ahead: int) -> bool:
-        """Return whether a worker whose clock is by so much ahead of the key's goes on at once."""
+        """Return whether a worker that is so many clocks ahead of the key may proceed."""
         return self.staleness is None or ahead <= self.staleness
 
 
@@ -238,10 +238,10 @@ class Store:
         join_frames(frames, values)
         self.entries[key] = Entry(values, self._fresh(values))
 
-    def begin(self, optimizer: ServerOptimizer, anew: bool) -> None:
-        """Step by this optimizer from now on, its state fresh and versions from 0. anew: without any key."""
+    def begin(self, optimizer: ServerOptimizer, reset: bool) -> None:
+        """Step by this optimizer from now on, its state fresh and versions from 0. reset: without any key."""
         self.optimizer = optimizer
-        if anew:
+        if reset:
             self.entries.clear()
         for entry in self.entries.values():
             entry.state, entry.version = self._fresh(entry.values), 0

@@ -305,7 +305,7 @@ class Seats:
             seat.lanes.setdefault(lane, now)
 
     def awaits(self, peer: PeerId, lane: Lane, seconds: float, now: float) -> bool:
-        """Return whether a lane of a peer that is here may be on its way: it was not heard since the peer came, and
+        """Return whether a lane of a present peer may still connect: it was not heard since the peer came, and
         another one was, for the first time no more than `seconds` ago."""
         seat = self._seats.get(peer)
         if seat is None or not seat.descriptors or lane in seat.lanes:

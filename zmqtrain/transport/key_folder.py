@@ -299,7 +299,7 @@ def find_key(places: Places, of_hub: bool) -> Access:
 
 
 def find_hub_pair(folder: Path) -> Access | None:
-    """Return the pair of the hub whose keys are in this folder; None if there is none."""
+    """Return the pair of the hub that keeps its keys in this folder; None if there is none."""
     own = folder / f"{HUB}{SUFFIX}"
     pair = _load(own) if own.is_file() else None
     return None if pair is None else Access((pair.public, pair), own)

@@ -1,8 +1,8 @@
 """Limits and flow control of a port (pure but for `Gate`: no socket; `now` is an argument).
 
 1. Toward the hub's port, the hub grants: `Credits` keeps the bytes granted and not arrived, over ALL peers, in one
-   window, so that the queue in the switch stays short whoever sends. Grants keep to the rate of the hub's port and of
-   each node's: a granted chunk can go at once.
+   window, so that the queue in the switch stays short, however many send. Grants keep to the rate of the hub's port
+   and of each node's: a granted chunk can go at once.
 2. Toward a node's port, the hub keeps a bounded queue: `Outbox` sends while at most one window is unacknowledged. A
    chunk larger than a window goes when it goes alone.
 3. Chunks are references to buffers that every peer shares: counted, never copied, never decoded.
@@ -30,7 +30,7 @@ from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocol
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, PeerId
 
 MAX_WIRE_FRAME_BYTES = MAX_FRAME_BYTES + (64 << 10)
-"""The largest frame that a connection survives: one payload frame, and 64 KiB for whoever counts its head into it."""
+"""The largest frame that a connection survives: one payload frame, and 64 KiB for a head in the same frame."""
 
 MAX_MESSAGE_FRAMES = 6
 """A control message is one frame, a chunk two, and a message of a group that is relayed five; the other is room for a
@@ -175,7 +175,7 @@ class LinkShare:
 class TokenBucket:
     """A rate that may be exceeded by one burst.
 
-    rate: bytes per second; None: no limit.  Whoever may go at `wait_seconds` 0 and pays: over any time t, what has gone
+    rate: bytes per second; None: no limit.  A sender goes at `wait_seconds` 0 and pays: over any time t, what has gone
     so is at most burst_bytes + rate · t. What is larger than the burst goes when the bucket is full, and owes the rest.
     """
 
@@ -208,7 +208,7 @@ class TokenBucket:
             self._tokens -= size
 
     def _fill(self, now: float) -> None:
-        """Add what has come in since; a `now` that runs backwards adds nothing."""
+        """Refill up to `now`; a `now` that runs backwards adds nothing."""
         assert self.rate is not None
         passed = 0.0 if self._now is None else max(0.0, now - self._now)
         self._now = now if self._now is None else max(self._now, now)
@@ -283,7 +283,8 @@ class Reservation(Generic[Who]):
 class RateMeter:
     """The fastest that a link was seen to carry, in bytes per second; `rate` is 0 until enough has gone at a time.
 
-    A stretch begins when something is sent to (or granted to) who had nothing on its way, and lasts while something is.
+    A stretch begins when something is sent (or granted) to a peer that had nothing in flight, and lasts while something
+    is.
     """
 
     def __init__(self) -> None:
@@ -292,12 +293,12 @@ class RateMeter:
         self._bytes = 0
 
     def begun(self, now: float) -> None:
-        """Take note that something goes on its way."""
+        """Record that something was sent."""
         if self._began is None:
             self._began, self._bytes = now, 0
 
     def over(self, size: int, now: float, idle: bool) -> None:
-        """Take note that `size` bytes are known to have come. idle: nothing more is on its way."""
+        """Record that `size` bytes have arrived. idle: nothing more is in flight."""
         if self._began is not None:
             self._bytes += size
             if self._bytes >= METERED_BYTES and now > self._began:
@@ -672,7 +673,7 @@ class Outbox:
         Raise LocalProtocolError if the transfer is empty, or one of the same number is not finished.
         """
         if transfer in self._transfers:
-            raise LocalProtocolError(f"transfer {transfer} is already on its way to {self.peer}")
+            raise LocalProtocolError(f"transfer {transfer} is already in flight to {self.peer}")
         if not chunks:
             raise LocalProtocolError(f"transfer {transfer} to {self.peer} has no chunks")
         sizes = [sum(memoryview(frame).nbytes for frame in chunk) for chunk in chunks]

@@ -31,7 +31,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import zmq
-import zmq.utils.garbage  # at the interpreter's end it lets go what is on its way uncopied: after who closes then
+import zmq.utils.garbage  # at exit it frees uncopied frames in flight: import it first, so that our closing runs before
 
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
 from zmqtrain.core.types import Buffer, Lane, PeerId
@@ -122,7 +122,7 @@ class ConnectionWatch:
 _EVENTS, _READABLE, _WRITABLE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _NO_WAIT, _NO_WAIT_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
-_HANDSHAKE_MILLISECONDS = 10_000  # a connection of ours that is not greeted by then is tried anew
+_HANDSHAKE_MILLISECONDS = 10_000  # a connection of ours that is not greeted by then is retried
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 10, 5, 3  # an unplugged peer: 25 s
 
 _DISCARD_AT_ONCE = 64  # frames of one stranger's endless message that are thrown away between two turns of the loop
@@ -131,8 +131,8 @@ _DISCARD_AT_ONCE = 64  # frames of one stranger's endless message that are throw
 class Port:
     """One ZeroMQ socket in the running loop: calls that never wait, and gates for what to wait for.
 
-    ZMQ_FD is edge-triggered, and any call on the socket may swallow the edge: so after each call, whoever else waits
-    is looked after (`_look`), and who is about to wait asks once more (`readable`, `writable`): the edge may have gone
+    ZMQ_FD is edge-triggered, and any call on the socket may swallow the edge: so after each call, the other waiters
+    are looked after (`_look`), and who is about to wait asks once more (`readable`, `writable`): the edge may have gone
     to whom was looked after.  From then on the loop watches the descriptor, until it rings where nobody waits: it also
     rings for what is no news to anybody.
     """
@@ -456,17 +456,17 @@ class DealerChannel:
         self._broken = self._broken + 1 if how == "broken" else 0
         if how == "broken" and self._broken < _BROKEN_IN_A_ROW:
             return
-        # "name" is told after the handshake, of each connection; after "key" both lanes are opened anew
+        # "name" is told after the handshake, of each connection; after "key" both lanes reconnect
         if how or (self._refused != "name" and self._retry is None):
             self._learn(how)
         if how == "key" and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, self._try_again)
 
     def _leave_key_out(self) -> None:
-        """Open both connections anew without the key that was found, as the hub uses none; nothing is lost."""
+        """Reconnect without the key that was found, because the hub uses none; nothing is lost."""
         self._access.decline(self.address)
         self._tries_found_key, unheard, self._unheard = False, self._unheard, []
-        self._attempt -= 1  # whoever waits to send goes on
+        self._attempt -= 1  # senders that wait go on
         self._reopen()
         for lane, frames in unheard:
             with contextlib.suppress(zmq.Again):
@@ -597,7 +597,7 @@ class DealerChannel:
         return message if reason is None else None
 
     async def reconnect(self, address: str = "") -> None:
-        """Drop both connections and all that is queued on them, and connect anew under the same name.
+        """Drop both connections and all that is queued on them, and reconnect under the same name.
 
         address: where the hub is from now on; "": where it was.  Raise ChannelClosed.
         """
@@ -822,7 +822,7 @@ class RouterChannel:
         """Send one message; never waits.  Large frames are not copied: nobody may write into them again.
 
         Raise PeerLost, ChannelFull, ChannelClosed, and LocalProtocolError for a message that no channel carries.
-        BULK, which a node connects after CONTROL, counts as full while it may be on its way: see `Seats.awaits`.
+        BULK, which a node connects after CONTROL, counts as full while it may still connect: see `Seats.awaits`.
         """
         check_message(frames)
         self._check_open()
@@ -938,7 +938,7 @@ class RouterChannel:
                 self._end_soon(descriptor)
 
     def _end_soon(self, descriptor: int) -> bool:
-        """Cut this connection in a while; what was said to it can be read until then. False if that is on its way."""
+        """Cut this connection in a while; what was said to it can be read until then. False if that is already due."""
         self._doorway.look()
         connection = self._doorway.connections.get(descriptor)
         if connection is None or self._dismissed.get(descriptor) == connection.number:

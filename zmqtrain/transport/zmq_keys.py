@@ -48,7 +48,7 @@ from zmqtrain.transport.pacing import Connection, ConnectionLimits, Connections,
 logger = logging.getLogger(__name__)
 
 KEY_CHARACTERS = 40
-SECRET = "# Secret: whoever has this file can pass for its owner. It belongs on the PC that it was made for.\n"
+SECRET = "# Secret: anybody who has this file can pass for its owner. It belongs on the PC that it was made for.\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class ZapHandler:
         else:
             status = [b"400", b"this key is not authorised", b"", b""]
             self._refusals.count("key", address.decode("ascii", "replace"))
-        with contextlib.suppress(zmq.ZMQError):  # who asked is gone
+        with contextlib.suppress(zmq.ZMQError):  # the asking connection has ended
             self._socket.send_multipart([routing_id, b"", version, request, *status], zmq.NOBLOCK)
 
     def close(self) -> None:
