@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
@@ -34,7 +34,7 @@ from zmqtrain.transport.pacing import LinkShare
 logger = logging.getLogger(__name__)
 
 OUTBOX_MODELS = 3
-"""So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""
+"""So many models may queue for a peer, besides a snapshot with its optimizer state where that is sent."""
 RATE_NEWS = 1.05
 """A link counts as faster than before when it was measured so many times as fast."""
 CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
@@ -210,17 +210,17 @@ class LoadMeter:
 
 OTHERS_NAMED = 1024
 LOGGED_CHARACTERS = 500
-"""Of why a peer is sent away: it may quote what that wrote."""
+"""Of the reason why a peer is sent away, which may quote the peer."""
 
 
 class BrokerLog:
-    """What is told of one hub. events: None for nobody."""
+    """The log lines and events of one hub; lines that peers cause are rate-limited, and their text is bounded."""
 
     def __init__(self, hub: Hub, events: BrokerEvents | None) -> None:
         self._hub, self._events = hub, events
         self._log = RateLimitedLogger(logger)
         self._of_other_data: dict[PeerId, None] = {}
-        self._called: dict[PeerId, str] = {}  # how those were called that were named last
+        self._called: dict[PeerId, str] = {}  # names of the peers that were logged last
         self._of_same_data: dict[PeerId, None] = {}
         self._without_units: dict[PeerId, None] = {}
         self._worse = False
@@ -233,30 +233,29 @@ class BrokerLog:
             self._events.began(self._hub.run, self._hub.settings, self._hub.version)
 
     def founding(self, peer: PeerId, model: ModelSpec) -> None:
-        """The run has parameters: this peer's."""
+        """The run begins with this peer's parameters."""
         logger.info("%s founded %s: %d values", self._name(peer), self._hub.run, count_values(model))
 
     def founded(self, peer: PeerId) -> None:
-        """They are with the aggregator (codec thread)."""
+        """The aggregator has the founder's parameters (codec thread)."""
         if self._events is not None:
             self._events.founded(peer)
 
     def averaged(self, peers: Sequence[PeerId]) -> None:
-        """The run begins with the mean of what these had, if they let it."""
+        """The run begins with the mean of these peers' parameters, unless they reject it."""
         if self._events is not None:
             self._events.averaged(list(peers))
 
     def unrelated(self, peers: Sequence[PeerId], why: str) -> None:
-        """It does not: there is none."""
-        names = ", ".join(self._name(peer) for peer in peers)
-        logger.warning("the initial parameters of %s cannot be averaged: %s", names, why)
+        """These peers' parameters have no mean."""
+        logger.warning("the initial parameters of %s cannot be averaged: %s", self._names(peers), why)
 
     def preempted(self, peer: PeerId, lender: PeerId) -> None:
-        """One of a population is to go on from another's parameters."""
+        """One node of a population goes on from another's parameters."""
         logger.info("%s is preempted: it goes on from the parameters of %s", self._name(peer), self._name(lender))
 
     def scheduled(self, schedule: Schedule) -> None:
-        """Another k, d, codec or outer optimizer holds."""
+        """Another k, d, codec or outer optimizer is announced."""
         why = self._hub.replanning.text
         chosen = (schedule.every, schedule.delay, schedule.codec, schedule.outer)
         logger.info("from version %d: k = %d, d = %d, %s, %s: %s", schedule.from_version, *chosen, why)
@@ -264,18 +263,18 @@ class BrokerLog:
             self._events.scheduled(schedule, why)
 
     def released(self, reduce: Reduce, nodes: int, released: Released) -> None:
-        """A version is made, and in the journal (codec thread). nodes: that were live."""
+        """A version is made, and in the journal (codec thread). nodes: the number of live ones."""
         if self._events is not None:
             left_out = [one for one, _ in released.left_out]
             self._events.released(reduce, nodes, released.codec, released.frames, left_out)
 
     def overflowed(self, version: Version, reduce: Reduce) -> None:
         """A version's sum was not finite."""
-        names = ", ".join(self._name(peer) for peer, _ in reduce.landed)
+        names = self._names(peer for peer, _ in reduce.landed)
         logger.error("version %d: the deltas of %s add up to infinity; not used", version, names)
 
     def evaluated(self, report: Report) -> None:
-        """A node has scored the shared model: an evaluation that is ten times worse than the best is said, once."""
+        """A node has scored the shared model; an evaluation that is far worse than the best is logged once."""
         worse = self._hub.worse
         if worse is not None and not self._worse:
             version, best = worse
@@ -290,7 +289,7 @@ class BrokerLog:
             self._events.evaluated(report.score_version, self._hub.samples, report.scores)
 
     def reported(self, peer: PeerId, report: Report) -> None:
-        """A node has said how it trains: what of that is not as the run needs it is said, once for each node."""
+        """A node has reported; data, a first step or units that do not fit the run are logged once for each node."""
         self._compare_data(peer, report)
         member = self._hub.members.get(peer)
         if member is None:
@@ -312,7 +311,6 @@ class BrokerLog:
             self._log.warning(text, self._name(peer), self._hub.ledger.total)
 
     def _compare_data(self, peer: PeerId, report: Report) -> None:
-        """Name a node that has other data than the run's."""
         if not report.data or report.data == self._hub.data or not _first_time(self._of_other_data, peer):
             return
         theirs, ours = (printable(data, LOGGED_CHARACTERS) for data in (report.data, self._hub.data))
@@ -323,7 +321,8 @@ class BrokerLog:
         self._log.warning(text, self._name(peer), theirs, ours)
 
     def going_back(self, version: Version) -> None:
-        """All nodes are back after a restart, in strict mode: whether the run goes back to a version that all have."""
+        """All nodes are back after a restart in strict mode. version: that all have, to which the run goes back, or
+        -1."""
         if version >= 0:
             text = "all %d nodes are back: the run goes on from version %d"
             logger.info(text, self._hub.nodes, version)
@@ -332,14 +331,14 @@ class BrokerLog:
             logger.warning(text + "that it would have had", self._hub.settings.start_nodes, self._hub.version)
 
     def stopping(self, peer: PeerId, nodes: int) -> None:
-        """An operator ends the run. nodes: that were here."""
+        """An operator ends the run. nodes: the number of nodes here."""
         what = "one node sends what it has computed, and ends" if nodes == 1 else "no node is here"
         if nodes > 1:
             what = f"{nodes} nodes send what they have computed, and end"
         logger.warning("an operator, %s, ends the run: %s", self._name(peer), what)
 
     def over(self, by_first: bool = False) -> None:
-        """The run has come to its end."""
+        """The run has ended. by_first: the first master says so."""
         if by_first:
             logger.info("the first master says that the run is over")
         elif self._hub.stopped_at is not None:
@@ -349,7 +348,7 @@ class BrokerLog:
             logger.info("all %d data units are done and every node has left: the run is over", total)
 
     def ended(self, aggregator: Aggregator, bytes_up: int, bytes_down: int) -> None:
-        """The broker has ended: how its run stands."""
+        """The broker has ended; report the run's figures and parameters."""
         if self._events is not None:
             figures = {
                 "version": aggregator.version,
@@ -367,34 +366,31 @@ class BrokerLog:
     # ------------------------------------------------------------------ the peers
 
     def joined(self, peer: PeerId, version: Version) -> None:
-        """A node is brought to the parameters for the first time, or who looks on takes a copy of them."""
+        """A node is sent the parameters for the first time, or an observer a copy of them."""
         if (member := self._hub.members.get(peer)) is not None and not member.is_node:
             return self._log.info("%s takes a copy of version %d", self._name(peer), version)
         self._log.info("%s joined at version %d (%s)", self._name(peer), version, self._count_nodes("train"))
-        if self._events is not None:
-            self._events.member(peer, "joined", f"at version {version}")
+        self._member(peer, "joined", f"at version {version}")
 
     def refused(self, peer: PeerId, error: Exception) -> None:
-        """What a peer sent is of no use."""
+        """An upload of a peer is refused."""
         self._log.warning("refused what %s sent: %s", self._name(peer), error)
 
     def quarantined(self, peer: PeerId, quarantine: Quarantine) -> None:
-        """A node's deltas are not taken for a while."""
+        """A node's deltas are refused for a while."""
         text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
         logger.warning("%s is quarantined %s", self._name(peer), text)
-        if self._events is not None:
-            self._events.member(peer, "quarantined", text)
+        self._member(peer, "quarantined", text)
 
     def taking_back(self, peer: PeerId, version: Version, before: Version) -> None:
-        """What a node contributed that diverges is taken back."""
+        """The contributions of a diverging node are taken back."""
         text = f"what was published since version {version} is taken back (the run was at {before})"
         logger.warning("%s has diverged, and was a part of the last versions: %s", self._name(peer), text)
-        if self._events is not None:
-            self._events.member(peer, "taken back", text)
+        self._member(peer, "taken back", text)
 
     def rebased(self, peers: Sequence[PeerId], why: str) -> None:
-        """So many nodes were turned away for their norm that the gate may be wrong. why: it is not made wider."""
-        names = ", ".join(map(self._name, peers))
+        """The norm gate refuses so many nodes that it may be wrong. why: it is not made wider, "" if it is."""
+        names = self._names(peers)
         if why:
             text = (
                 "the norm gate turns away %s, more than half of the voters, and is not made wider for them: %s. They "
@@ -407,22 +403,21 @@ class BrokerLog:
             "and these nodes are free; it is made wider again only if the shared parameters do not become worse by that"
         )
         logger.warning(text, names)
-        if self._events is not None:
-            for peer in peers:
-                self._events.member(peer, "acquitted", "the norm gate is made wider toward the size of its deltas")
+        for peer in peers:
+            self._member(peer, "acquitted", "the norm gate is made wider toward the size of its deltas")
 
     def message_failed(self, peer: PeerId) -> None:
         """Handling a message raised an error of our own; its trace is logged."""
         self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
 
     def sent_away(self, peer: PeerId, error: Exception) -> str:
-        """A peer cannot stay; return why, in printable for it."""
+        """A peer is sent away; return the reason, printable, for the peer."""
         text = printable(str(error), LOGGED_CHARACTERS)
         self._log.warning("sending %s away: %s", self._name(peer), text)
         return text
 
     def left(self, peer: PeerId, reason: str, text: str) -> None:
-        """A peer has gone, as Disconnect says it."""
+        """A peer has left. reason, text: as in Disconnect."""
         levels = {"goodbye": logging.INFO, "observer": logging.DEBUG, "process": logging.DEBUG}
         level = levels.get(reason, logging.WARNING)
         if reason == "again":
@@ -434,11 +429,18 @@ class BrokerLog:
             self._log.warning("%s left: %s; its shard is exchanged again when it is back", self._name(peer), text)
         else:
             self._log.log(level, "%s left: %s (%s)", self._name(peer), text, self._count_nodes("remain"))
-        if self._events is not None and reason not in ("observer", "process", "master", "standby"):
-            self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
+        if reason not in ("observer", "process", "master", "standby"):
+            self._member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
+
+    def _member(self, peer: PeerId, what: str, text: str) -> None:
+        if self._events is not None:
+            self._events.member(peer, what, text)
+
+    def _names(self, peers: Iterable[PeerId]) -> str:
+        return ", ".join(map(self._name, peers))
 
     def _name(self, peer: PeerId) -> str:
-        """What people call a peer: its name; where others here have the same (nodes of one PC), as a Roster does."""
+        """Return a peer's name; if others here have the same (nodes of one PC), its name in the roster."""
         if (member := self._hub.members.get(peer)) is not None:
             self._called.pop(peer, None)
             self._called[peer] = member.called
@@ -453,11 +455,11 @@ class BrokerLog:
         return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
 
 
-def _first_time(told: dict[PeerId, None], peer: PeerId) -> bool:
-    """Return whether nothing was told of this peer yet, and record that it is now; the newest are remembered."""
-    if peer in told:
+def _first_time(logged: dict[PeerId, None], peer: PeerId) -> bool:
+    """Return whether nothing was logged of this peer yet, and record it; the newest peers are remembered."""
+    if peer in logged:
         return False
-    told[peer] = None
-    while len(told) > OTHERS_NAMED:
-        del told[next(iter(told))]
+    logged[peer] = None
+    while len(logged) > OTHERS_NAMED:
+        del logged[next(iter(logged))]
     return True

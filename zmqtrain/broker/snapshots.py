@@ -17,17 +17,17 @@ from zmqtrain.session.codec_executor import CodecExecutor, spawn
 
 MOST_KEPT = 2
 KEPT_SECONDS = 60.0
-"""How long a version is kept after somebody began to fetch it, or went on to."""
+"""A snapshot is kept for so long after a peer began, or resumed, to fetch it."""
 LARGEST_LAG = 0.25
-"""A newcomer is sent a version that is kept if the aggregates since have at most so many times its bytes."""
+"""A newcomer is sent a cached snapshot if the aggregates since have at most so many times its bytes."""
 
 
 @dataclass(eq=False)
 class CachedSnapshot:
-    """One version. frames: () while they are being made; moments: of the founder's optimizer, behind them.
+    """One version. frames: () while they are being made; moments: frames of the founder's optimizer, behind them.
 
-    digests: of the frames, and of frames and moments.  since: what has been released after it.  waiting: who is sent
-    it as soon as it is made.
+    digests: of the frames, and of frames and moments.  since: the releases after it.  waiting: the fetches that are
+    answered as soon as the frames are made.
     """
 
     version: Version
@@ -41,16 +41,16 @@ class CachedSnapshot:
     since_size: int = 0
 
     def make(self, frames: Sequence[Buffer], moments: Sequence[Buffer], digests: tuple[str, str]) -> None:
-        """Take the frames, once they are made."""
+        """Store the frames, once they are made."""
         self.frames, self.moments, self.digests = frames, moments, digests
         self.size = sum(len(frame) for frame in frames)
 
     def leads_on_from(self, version: Version) -> bool:
-        """Return whether who holds this version needs nothing but aggregates that are kept here."""
+        """Return whether a node with this version needs nothing but aggregates that are kept here."""
         return self.version <= version <= (self.since[-1][0].version if self.since else self.version)
 
     def parts_for(self, serve: Serve) -> tuple[Sequence[Buffer], Sequence[Buffer], str, int]:
-        """Return the frames and moments that this node is sent, their digest, and how many of the first it has."""
+        """Return the frames and moments to send to this node, their digest, and how many of the first it has."""
         if self.leads_on_from(serve.known_version):
             return (), (), "", 0
         moments = self.moments if serve.moments else ()
@@ -60,24 +60,27 @@ class CachedSnapshot:
 
 
 class SnapshotCache:
-    """The versions that are kept, oldest first."""
+    """At most `MOST_KEPT` snapshots, oldest first, each with the aggregates since, of at most its own bytes.
+
+    Pure: `now` is an argument; buffers are referred to, never copied.
+    """
 
     def __init__(self) -> None:
         self._kept: list[CachedSnapshot] = []
 
     @property
     def bytes(self) -> int:
-        """What is kept: snapshots and the aggregates since."""
+        """The bytes of all snapshots and aggregates."""
         return sum(kept.size + kept.since_size for kept in self._kept)
 
     @property
     def being_made(self) -> list[CachedSnapshot]:
-        """The versions whose frames are not there yet."""
+        """The snapshots without frames yet."""
         return [kept for kept in self._kept if not kept.frames]
 
     def of(self, serve: Serve) -> CachedSnapshot | None:
-        """Return the version that this node should be sent: one that leads on from what it holds, the one that it has a
-        part of, or one that is new enough."""
+        """Return the snapshot for this node: one whose aggregates continue its version, the one that it has a part of,
+        or one that is new enough; None: a new one must be made."""
         for kept in self._kept:
             if kept.leads_on_from(serve.known_version) or (serve.digest and serve.digest in kept.digests):
                 return kept
@@ -87,27 +90,27 @@ class SnapshotCache:
         return newest
 
     def begin(self, version: Version, now: float) -> CachedSnapshot:
-        """Keep this version from now on; what is released from now on follows it."""
+        """Add this version; later releases are added to it."""
         while len(self._kept) >= MOST_KEPT:
             del self._kept[0]
         self._kept.append(CachedSnapshot(version, now))
         return self._kept[-1]
 
     def released(self, released: Released, reduce: Reduce) -> None:
-        """Take note of an aggregate."""
+        """Add an aggregate to all snapshots."""
         size = sum(len(frame) for frames in released.frames for frame in frames)
         for kept in list(self._kept):
             kept.since.append((released, reduce))
             kept.since_size += size
-            if kept.frames and kept.since_size > kept.size:  # whole again it is less
+            if kept.frames and kept.since_size > kept.size:  # a new snapshot has fewer bytes
                 self._kept.remove(kept)
 
     def forget_old(self, now: float) -> None:
-        """Let go what nobody has begun to fetch for long."""
+        """Drop the snapshots that no peer has begun to fetch for `KEPT_SECONDS`."""
         self._kept = [kept for kept in self._kept if not kept.frames or now - kept.used_at < KEPT_SECONDS]
 
     def clear(self) -> None:
-        """Let go of all: the run begins anew."""
+        """Drop all snapshots, because the run is founded or goes back."""
         for kept in self._kept:
             kept.waiting.clear()
         self._kept.clear()
@@ -117,17 +120,17 @@ AT_ONCE, AT_ONCE_BYTES = 2, 8 << 20
 SHARE, AGAIN_SHARE = 0.5, 0.125
 AGAIN_SECONDS = 60.0
 FREE, FREE_BYTES = 4, 32 << 20
-"""So many snapshots, or bytes if they are more, go before `SHARE` holds."""
+"""So many snapshots, or bytes if they are more, are sent before `SHARE` holds."""
 AGAIN_FREE, AGAIN_FREE_BYTES = 2, 4 << 20
-"""And before `AGAIN_SHARE` holds."""
+"""The same for `AGAIN_SHARE`."""
 PATIENCE_SECONDS, PATIENCE_TIMES = 2.0, 4.0
-"""A place is kept for so long, and for so many times as long as the parameters take at the port's rate."""
+"""A place is kept for so many seconds, plus so many times the seconds that the parameters take at the port's rate."""
 PEERS_KEPT = 1024
 
 
 @dataclass
 class _Place:
-    """Of one peer whose turn has come. used: it has been sent what it asked for, at `since`."""
+    """The place of a peer whose turn has come. used: it was sent its snapshot, at `since`."""
 
     since: float
     used: bool = False
@@ -135,19 +138,26 @@ class _Place:
 
 @dataclass
 class _Owed:
-    """Bytes that were sent ahead of a rate. at: when it was so many."""
+    """Bytes that were sent ahead of a rate, at time `at`."""
 
     bytes: float = 0.0
     at: float = 0.0
 
-    def left(self, rate: float, now: float) -> float:
-        """Let time pass at this rate; return what is owed then."""
+    def allows(self, size: int, most: float, rate: float, now: float) -> bool:
+        """Let time pass at this rate; return whether with `size` more at most `most` bytes are ahead of it."""
         self.bytes, self.at = max(0.0, self.bytes - rate * max(0.0, now - self.at)), max(now, self.at)
-        return self.bytes
+        return self.bytes + size <= most
 
 
 class Turns:
-    """The peers that wait for parameters, and those whose turn it is."""
+    """The order in which peers are sent snapshots, so that these take a bounded share of the hub's port.
+
+    Rule 1: at most `AT_ONCE` peers are sent snapshots at a time, or as many as together are sent `AT_ONCE_BYTES`; the
+    others wait.  Rule 2: peers that were sent none in the last `AGAIN_SECONDS` are first, then the one that was served
+    longest ago.  Rule 3: in the long run all have `SHARE` of the port's rate, and those that fetch again `AGAIN_SHARE`;
+    a number of snapshots is free, so that a peer that fetches alone never waits.  Rule 4: a peer that does not take its
+    snapshot loses its place, not the snapshot.  Pure: `now` is an argument.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[PeerId, None] = {}  # in the order in which they came
@@ -157,7 +167,7 @@ class Turns:
 
     @property
     def places(self) -> list[PeerId]:
-        """The peers whose turn it is, whether or not they have been sent anything yet."""
+        """The peers whose turn it is, whether or not they were sent anything yet."""
         return list(self._places)
 
     def wait(self, peer: PeerId) -> bool:
@@ -168,18 +178,18 @@ class Turns:
         return True
 
     def next(self, size: int, rate: float, now: float) -> PeerId | None:
-        """Give the next turn, if there may be one now; return whose it is.
+        """Give the next peer its turn and return it, None if no peer may have one now.
 
-        size: of the parameters, in bytes.  rate: what the port carries, in bytes per second.
+        size: of the parameters, in bytes.  rate: of the port, in bytes per second.
         """
         if len(self._places) >= max(AT_ONCE, AT_ONCE_BYTES // max(1, size)):
             return None
         waiting = [peer for peer in self._waiting if peer not in self._places]
-        peer = min(waiting, key=lambda peer: self._last(peer, now), default=None)  # the first of those that are equal
-        if peer is None or not _has_room(self._all, SHARE * rate, size, max(FREE * size, FREE_BYTES), now):
+        peer = min(waiting, key=lambda peer: self._last(peer, now), default=None)
+        if peer is None or not self._all.allows(size, max(FREE * size, FREE_BYTES), SHARE * rate, now):
             return None
         most = max(AGAIN_FREE * size, AGAIN_FREE_BYTES)
-        if self._last(peer, now) and not _has_room(self._again, AGAIN_SHARE * rate, size, most, now):
+        if self._last(peer, now) and not self._again.allows(size, most, AGAIN_SHARE * rate, now):
             return None
         del self._waiting[peer]
         self._places[peer] = _Place(now)
@@ -190,7 +200,7 @@ class Turns:
         return peer in self._places and not self._places[peer].used
 
     def used(self, peer: PeerId, size: int, now: float) -> None:
-        """Take note that a peer whose turn it is has been sent so many bytes."""
+        """Record that a peer whose turn it is was sent so many bytes."""
         if (place := self._places.get(peer)) is not None:
             place.used, place.since = True, now
         self._all.bytes += size
@@ -202,36 +212,32 @@ class Turns:
             del self._served[next(iter(self._served))]
 
     def took(self, peer: PeerId) -> None:
-        """Take note that a peer has all that it was sent: its place is the next one's."""
+        """Free the place of a peer that has received its snapshot."""
         if peer in self._places and self._places[peer].used:
             del self._places[peer]
 
     def look(self, size: int, rate: float, now: float) -> None:
-        """Let time pass: a peer that does not take what it was sent gives up its place."""
+        """Free the places of peers that do not take their snapshots."""
         patience = PATIENCE_SECONDS + PATIENCE_TIMES * size / rate
         for peer, place in list(self._places.items()):
             if place.used and now - place.since > patience:
                 del self._places[peer]
 
     def withdraw(self, peer: PeerId) -> None:
-        """Take note that a peer needs nothing; what it is being sent keeps its place."""
+        """Remove a peer that needs no snapshot; one that is being sent to it keeps its place."""
         self._waiting.pop(peer, None)
         if self.is_due(peer):
             del self._places[peer]
 
     def forget(self, peer: PeerId) -> None:
-        """Take note that a peer has gone; when it was served is remembered."""
+        """Remove a peer that has left, but remember when it was served."""
         self._waiting.pop(peer, None)
         self._places.pop(peer, None)
 
     def _last(self, peer: PeerId, now: float) -> float:
-        """Return when the peer was last served; 0 if that was never, or long ago."""
+        """Return when the peer was last served; 0 for never, or long ago."""
         at = self._served.get(peer, 0.0)
         return at if at and now - at < AGAIN_SECONDS else 0.0
-
-
-def _has_room(owed: _Owed, rate: float, size: int, most: float, now: float) -> bool:
-    return owed.left(rate, now) + size <= most
 
 
 Frames = Sequence[Buffer]
@@ -411,7 +417,7 @@ class SnapshotService:
 
 
 def _wait(waiting: list[Serve], serve: Serve) -> None:
-    """Have a peer wait, once, with what it asked for last."""
+    """Add a peer's fetch in place of its earlier one."""
     waiting[:] = [*(other for other in waiting if other.peer != serve.peer), serve]
 
 

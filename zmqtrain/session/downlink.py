@@ -41,32 +41,30 @@ from zmqtrain.transport.pacing import Credits, Outbox, RateMeter, Reservation, T
 
 
 class Timer:
-    """A timer that is set again and again. what: called when its time has come."""
+    """One-shot timer that can be rescheduled; used by one loop. what: called when its time has come."""
 
     def __init__(self, what: Callable[[], None]) -> None:
         self._what = what
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
-        """Call in so many seconds, whatever was set before; inf: not at all."""
+        """Call in so many seconds, in place of the time set before; inf: not at all."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(seconds, self._what) if seconds < inf else None
 
 
 GRANT_WINDOW_BYTES = 6 << 20
-"""What is on its way toward the hub's port in all: one full chunk and a half, or several small ones, so that the port
-is not idle while a grant travels (with 1 MiB in all it was, a quarter of the time), and who sends, sends almost alone.
-"""
+"""Bytes in flight to the hub's port in all: one full chunk and a half, or several small ones, so that the port is not
+idle while a grant travels (with 1 MiB it was idle a quarter of the time), and a peer that sends almost sends alone."""
 GRANT_SECONDS, SLOWEST_BYTES_PER_SECOND = 2.0, 1e6
-"""A node that is granted chunks and sends none for so long, and the time they take at that rate, is sent away: what it
-holds of the window is others'."""
+"""A node that was granted chunks and sends none for so long, and the time they take at that rate, is sent away, because
+other nodes need its part of the window."""
 
 
 @dataclass
 class _UploadLine:
-    """What is held of one peer's transfers. arrived_at: of its last chunk, or grant; rate: how fast its link was
-    seen."""
+    """One peer's transfers. arrived_at: of its last chunk, or grant; rate: measured, of its link."""
 
     assembler: Assembler
     arrived_at: float = 0.0
@@ -74,9 +72,10 @@ class _UploadLine:
 
 
 class UploadFlowControl:
-    """What is on its way from the peers of one hub; used by the broker's loop alone.
+    """Grants peers the chunks of the transfers that they have announced, and puts these together.
 
-    downlink: sends the peers their credits, by which one may be lost.
+    The bytes in flight from all peers keep to one window, and to the shares of the port and of each node's. Nothing is
+    held that was not announced.  downlink: sends the credits; a peer may be lost by that.
     """
 
     def __init__(self, downlink: Downlink) -> None:
@@ -89,25 +88,25 @@ class UploadFlowControl:
     # ------------------------------------------------------------------ shares
 
     def limit(self, rate: float | None) -> None:
-        """Let all peers send no more than `rate` bytes per second in all; None: as much as comes."""
+        """Let all peers send no more than `rate` bytes per second in all; None: no limit."""
         self._credits.bucket.set_rate(rate)
 
     def limit_peer(self, peer: PeerId, rate: float | None) -> None:
-        """Let one peer send no more than `rate` bytes per second, until `forget`; None: as much as comes."""
+        """Let one peer send no more than `rate` bytes per second, until `forget`; None: no limit."""
         self._credits.limit(peer, rate)
 
     def pay(self, size: int) -> None:
-        """Take note that `size` bytes have come that nobody was granted: heads."""
+        """Count `size` bytes that arrived without a grant: heads."""
         self._credits.bucket.pay(size, clock.monotonic())
 
     def measured(self, peer: PeerId) -> float:
-        """Return how fast the peer's link was seen this way, in bytes per second; 0: not enough has come yet."""
+        """Return the measured rate of the peer's uploads, in bytes per second; 0: too few were received."""
         return self._lines[peer].rate.rate if peer in self._lines else 0.0
 
     # ------------------------------------------------------------------ transfers
 
     def has_room(self, peer: PeerId, size: int) -> bool:
-        """Return whether a peer may have `size` bytes more on its way; however many they are, they may alone."""
+        """Return whether a peer may have `size` bytes more in flight; a single transfer may have any size."""
         assembler = self._line(peer).assembler
         if not assembler.expected_bytes:
             assembler.limit_bytes = max(assembler.limit_bytes, size)
@@ -116,7 +115,7 @@ class UploadFlowControl:
     def expect(self, peer: PeerId, announcement: Publish | Snapshot | Initialise | Push) -> None:
         """Let a peer send what it has announced, chunk by chunk as the window of all peers has room; deltas first.
 
-        Raises FramingError for sizes that cannot be, RemoteProtocolError for a transfer that is under way.
+        Raises FramingError for impossible sizes, RemoteProtocolError for a transfer that has begun already.
         """
         self._line(peer).assembler.expect(announcement)
         priority = 0 if isinstance(announcement, Publish | Push) else 1
@@ -124,13 +123,13 @@ class UploadFlowControl:
         self._grant()
 
     def has_chunk(self, peer: PeerId, chunk: Chunk) -> bool:
-        """Return whether this chunk has come before, and its transfer is not whole yet."""
+        """Return whether this is a duplicate of a chunk, of a transfer that is not whole yet."""
         return peer in self._lines and self._lines[peer].assembler.has(chunk)
 
     def take_chunk(self, peer: PeerId, chunk: Chunk, frame: Buffer) -> tuple[Announcement, list[Buffer]] | None:
         """Take a chunk; return its whole transfer, announcement and frames, once all of it is here.
 
-        Raises RemoteProtocolError for a chunk that was not granted, FramingError for one that cannot be.
+        Raises RemoteProtocolError for a chunk that was not granted, FramingError for an impossible one.
         """
         line = self._lines.get(peer)
         if line is None or chunk.transfer not in line.assembler:
@@ -143,9 +142,9 @@ class UploadFlowControl:
         return whole
 
     def idle_holders(self) -> Iterator[PeerId]:
-        """Give the peers that were granted chunks and have sent none for longer than they take on a slow link.
+        """Give the peers that were granted chunks and have sent none for longer than these take on a slow link.
 
-        Asked all the time: that in which nobody was here to ask does not count, as what came then waits to be heard.
+        Call it regularly: time in which it was not called does not count, because chunks of it may wait to be received.
         """
         now = clock.monotonic()
         late, self._looked = max(0.0, now - self._looked - LATE_SECONDS), now
@@ -157,7 +156,7 @@ class UploadFlowControl:
                 yield peer
 
     def forget(self, peer: PeerId) -> None:
-        """Give up all that is on its way from a peer, and let the others have its part of the window."""
+        """Drop all transfers of a peer, and give the others its part of the window."""
         self._credits.forget(peer)
         self._lines.pop(peer, None)
         self._grant()
@@ -180,19 +179,19 @@ class UploadFlowControl:
 
 
 OUTBOX_WINDOW_BYTES = 4 << 20
-"""What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
+"""Bytes in flight to one peer, not acknowledged: enough to cover a receiver's stalls."""
 OUTBOX_BYTES = 64 << 20
-"""What may queue for one peer, at least; with more it is sent a snapshot instead."""
+"""Bytes that may queue for one peer, at least; beyond, it is sent a snapshot instead."""
 HEADS_BYTES = 1 << 20
-"""The heads of one transfer are less: room for them is kept."""
+"""More than the heads of one transfer."""
 PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
-"""What probes are answered with: compressed by nobody on the way, and never written."""
+"""The payload of answers to probes; never written."""
 
 
 @dataclass
 class _DownlinkPeer:
-    """What is held for one peer. bucket: of its own port, on the way down; rate: how fast its link was seen so; full: a
-    chunk was put back, as its lane had no room."""
+    """One peer's outbox. bucket: of its own port, downwards; rate: measured; full: a chunk was put back, because its
+    lane had no room."""
 
     outbox: Outbox
     bucket: TokenBucket
@@ -237,12 +236,12 @@ class Downlink:
     # ------------------------------------------------------------------ shares
 
     def limit(self, rate: float | None) -> None:
-        """Send, and let be sent, no more than `rate` bytes per second each way through the hub's port; None: any."""
+        """Limit the hub's port to `rate` bytes per second each way; None: no limit."""
         self._sending.bucket.set_rate(rate)
         self.uploads.limit(rate)
 
     def limit_peer(self, peer: PeerId, rate: float | None) -> None:
-        """Keep to `rate` bytes per second each way with this peer, until `forget`; None: as much as there is."""
+        """Limit traffic with this peer to `rate` bytes per second each way, until `forget`; None: no limit."""
         self._limits[peer] = rate
         self.uploads.limit_peer(peer, rate)
         if peer in self._lines:
@@ -250,11 +249,11 @@ class Downlink:
 
     @property
     def port_measured(self) -> float:
-        """How fast the hub's own port was seen to send to all peers together, in bytes per second; 0: not yet."""
+        """The measured rate of the hub's own port to all peers, in bytes per second; 0: not known yet."""
         return self._port.rate
 
     def measured(self, peer: PeerId) -> float:
-        """Return how fast the peer's link was seen, in bytes per second, the better way; 0: not enough has gone yet."""
+        """Return the measured rate of the peer's link, the faster direction, in bytes per second; 0: not known yet."""
         line = self._lines.get(peer)
         return max(self.uploads.measured(peer), 0.0 if line is None else line.rate.rate)
 
@@ -271,16 +270,14 @@ class Downlink:
             self._owner.unreachable(peer)
         except ChannelFull:
             self._owner.lost(peer, "it does not read what it is sent")
-        except LocalProtocolError as error:  # what it asked for makes an answer that no message holds
+        except LocalProtocolError as error:  # the answer that it asked for fits in no message
             self._owner.lost(peer, str(error))
         except ChannelClosed:
             pass
 
     def answer(self, peer: PeerId, probed: Probed, size: int) -> None:
-        """Answer a probe with `size` bytes of padding, on BULK; without any, on CONTROL.
-
-        One that finds no room is not answered: what is measured is a link with room.
-        """
+        """Answer a probe with `size` bytes of padding, on BULK; without any, on CONTROL. Without room, do not answer,
+        because a probe measures a link with room."""
         if not size:
             return self.send(peer, probed)
         message: list[Buffer] = [encode_message(probed, self._owner.stamp(peer, False)), PADDING[:size]]
@@ -295,9 +292,9 @@ class Downlink:
         return encode_message(message, self._owner.stamp(peer, False))
 
     def forward(self, peer: PeerId, frames: Sequence[Buffer]) -> bool:
-        """Send a message on BULK that no window of a transfer holds back; False if there is no room for it now.
+        """Send a message on BULK outside the windows of transfers; False if there is no room for it now.
 
-        One to a peer that is gone is dropped, and `unreachable` is told: it may not go on as if nothing were missing.
+        A message to a peer that is gone is dropped, and the owner is told, so that the gap is known.
         """
         try:
             self._channel.send(peer, Lane.BULK, frames)
@@ -325,9 +322,9 @@ class Downlink:
         digest: str = "",
         first: int = 0,
     ) -> bool:
-        """Send a snapshot as the peer's window lets it through; False if more than may waits for it already.
+        """Send a snapshot as the peer's window lets it through; False if too much is queued for the peer already.
 
-        moments: frames of optimizer state that go behind those of the parameters.  The rest: as in `Snapshot`.
+        moments: frames of optimizer state, sent after those of the parameters.  The others: as in `Snapshot`.
         """
         transfer, frames = self._next_transfer(), [*frames, *moments]
         sizes = tuple(len(frame) for frame in frames)
@@ -339,18 +336,18 @@ class Downlink:
         return True
 
     def holds_snapshot(self, peer: PeerId) -> bool:
-        """Return whether a peer has not taken all of a snapshot that it was sent."""
+        """Return whether a peer has not acknowledged all of a snapshot that it was sent."""
         return peer in self._lines and self._lines[peer].outbox.holds_undroppable
 
     def has_room_to(self, peer: PeerId, size: int) -> bool:
-        """Return whether `size` bytes may queue for a peer now; however many they are, they may alone."""
+        """Return whether `size` bytes may queue for a peer now; into an empty outbox any number may."""
         outbox = self._line(peer).outbox
         if outbox.idle:
             outbox.limit_bytes = max(outbox.limit_bytes, 2 * size)
         return outbox.held_bytes + size + HEADS_BYTES <= outbox.limit_bytes
 
     def send_values(self, peer: PeerId, request: int, version: Version, frames: Sequence[Buffer]) -> None:
-        """Send what a client's request wants, where there is room for it."""
+        """Send the values that a client has requested; the caller has checked that there is room."""
         values = Values(self._next_transfer(), request, version, tuple(len(frame) for frame in frames))
         messages = _messages(values, frames, self._owner.stamp(peer, False))
         if not self._line(peer).outbox.push(values.transfer, messages, droppable=False):
@@ -358,10 +355,7 @@ class Downlink:
         self._pump(peer)
 
     def send_replica(self, peer: PeerId, version: Version, frames: Sequence[Buffer], state: int) -> bool:
-        """Send the standby a copy of the hub, and releases from then on; False if there is no room for it.
-
-        state: as in `Replica`.
-        """
+        """Send the standby a copy of the hub, and releases from then on; False without room. state: as in `Replica`."""
         replica = Replica(self._next_transfer(), version, tuple(len(frame) for frame in frames), state)
         outbox = self._line(peer).outbox
         outbox.limit_bytes = max(outbox.limit_bytes, 2 * sum(replica.sizes) + HEADS_BYTES)
@@ -377,10 +371,10 @@ class Downlink:
     def send_aggregate(
         self, released: Released, reduce: Reduce, to: Callable[[PeerId], bool], whole: bool = False
     ) -> None:
-        """Send the same buffers to every peer that follows; who lets too much queue sees a gap in the versions.
+        """Send the same buffers to every peer that follows; a peer with a full outbox sees a gap in the versions.
 
-        to: says which of these are meant.  whole: tell them of all publishes in it, not of their own alone: the ids of
-        other nodes are the standby's to know.
+        to: selects among these.  whole: list all publishes in it, not the receiver's own alone; only the standby may
+        know the ids of other nodes.
         """
         frames = [frame for frames in released.frames for frame in frames]
         announcement = released.announce(self._next_transfer(), reduce)
@@ -394,11 +388,11 @@ class Downlink:
             self._pump(peer)
 
     def drop_aggregates(self, peer: PeerId) -> None:
-        """Drop the aggregates of which nothing was sent to this peer: a snapshot that holds them goes next."""
+        """Drop the aggregates of which nothing was sent to this peer, because a snapshot that holds them is next."""
         self.dropped += len(self._line(peer).outbox.drop_droppable())
 
     def follow(self, peer: PeerId, following: bool) -> None:
-        """Send aggregates to this peer from now on, or none; one that is lost is left alone."""
+        """Send aggregates to this peer from now on, or none; do nothing if it is lost."""
         if peer in self._lines:
             self._lines[peer].following = following
 
@@ -407,7 +401,7 @@ class Downlink:
         return peer in self._lines and self._lines[peer].following
 
     def acknowledged(self, peer: PeerId, credit: Credit) -> None:
-        """Take note that a peer has chunks of what it was sent, and send what its window lets through then."""
+        """Record that a peer has received chunks, and send what its window then lets through."""
         line = self._lines.get(peer)
         if line is not None:
             before = line.outbox.in_flight_bytes
@@ -431,9 +425,9 @@ class Downlink:
         self._send_on()
 
     def _line_up(self, peer: PeerId) -> None:
-        """Let the peer wait for its turn, if there is something that its window lets through.
+        """Queue the peer for its turn, if its window lets a chunk through.
 
-        An announcement does not wait: who knows what is on its way does not ask for it again.
+        Announcements are sent at once, so that the peer does not ask again for a transfer in flight.
         """
         while (line := self._lines.get(peer)) is not None and line.outbox.next_is_head:
             if not self._send_chunk(peer, line):
@@ -448,7 +442,7 @@ class Downlink:
         return line.outbox.next_size, line.bucket.wait_seconds(line.outbox.next_size, clock.monotonic())
 
     def _send_on(self) -> None:
-        """Send to those whose turn it is, while the shares allow it; come back when they will again."""
+        """Send to the peers whose turn it is, while the shares allow it; again when they will."""
         while True:
             now = clock.monotonic()
             peer, seconds = self._sending.turn(self._claim, now)
@@ -458,9 +452,9 @@ class Downlink:
                 self._line_up(peer)
 
     def _send_chunk(self, peer: PeerId, line: _DownlinkPeer) -> bool:
-        """Send the peer's next chunk; False if it cannot be: then it waits for no turn."""
+        """Send the peer's next chunk. Return False if it cannot be sent; the peer then waits for no turn."""
         chunk, now = line.outbox.next_chunk(), clock.monotonic()
-        assert chunk is not None, "only who has a chunk waits for a turn"
+        assert chunk is not None, "only a peer with a chunk waits for a turn"
         try:
             self._channel.send(peer, Lane.BULK, chunk)
         except ChannelFull:
@@ -485,14 +479,14 @@ class Downlink:
         return True
 
     def look_again(self) -> None:
-        """Send to those whose lane had no room, or was not there yet: nothing else may say that it is now."""
+        """Try peers again whose lane had no room, or was not connected yet; nothing else may report that it has."""
         for peer, line in list(self._lines.items()):
             if line.full:
                 line.full = False
                 self._pump(peer)
 
     def forget(self, peer: PeerId) -> None:
-        """Give up all that is on its way from or to a peer, and let the others have its part of the window."""
+        """Drop all transfers from and to a peer, and give the others its part of the window."""
         self._sending.leave(peer)
         self._lines.pop(peer, None)
         self._limits.pop(peer, None)

@@ -16,32 +16,33 @@ MOST_LINES, LINE_SECONDS = 20, 10.0
 class _Kind:
     began: float
     said: int = 0
-    unsaid: int = 0
+    unsent: int = 0
 
 
 class RateLimitedLogger:
-    """A logger for what peers bring about. clock: in seconds."""
+    """A logger for events that peers cause, so that they fill no disk. A kind of line is its text before its facts are
+    put in, so that peers cannot make new kinds.  clock: in seconds."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger, self._clock = logger, clock
         self._kinds: dict[str, _Kind] = {}
 
     def log(self, level: int, text: str, *facts: Any, trace: bool = False) -> None:
-        """Log a line, unless too many of its kind were said of late. trace: with the exception that is being handled.
+        """Log a line, unless too many of its kind were logged lately. trace: with the exception being handled.
 
-        A logger that does not take this level counts nothing.
+        A line below the logger's level does not count.
         """
         if not self._logger.isEnabledFor(level):
             return
         now = self._clock()
         kind = self._kinds.setdefault(text, _Kind(now))
         if now - kind.began >= LINE_SECONDS:
-            if kind.unsaid:
+            if kind.unsent:
                 text_of_others = "%d more lines were like the next one, in the last %.0f s"
-                self._logger.log(level, text_of_others, kind.unsaid, now - kind.began)
-            kind.began, kind.said, kind.unsaid = now, 0, 0
+                self._logger.log(level, text_of_others, kind.unsent, now - kind.began)
+            kind.began, kind.said, kind.unsent = now, 0, 0
         if kind.said >= MOST_LINES:
-            kind.unsaid += 1
+            kind.unsent += 1
             return
         kind.said += 1
         self._logger.log(level, text, *facts, exc_info=trace)
