@@ -51,7 +51,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.planning.planning import Wish
+from zmqtrain.planning.plans import Wish
 from zmqtrain.planning.schedule import Schedule, payload_rate
 
 import lockstep

@@ -25,7 +25,7 @@ from math import ceil, factorial
 from typing import NamedTuple
 
 from zmqtrain.planning.costs import DISPATCH_SECONDS, ExchangeCosts, exchange_costs
-from zmqtrain.planning.planning import Wish, load_of
+from zmqtrain.planning.plans import Wish, load_of
 from zmqtrain.planning.schedule import BUSIEST, CODEC_WEIGHT, Load, Prediction, Schedule, fit, predict
 
 __all__ = ["Shared", "Work", "fit_on", "load_on", "predict_on", "slowdown", "work_of"]

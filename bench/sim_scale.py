@@ -35,7 +35,7 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO_FRAGMENTS, RunSettings
 from zmqtrain.core.specs import parse_count, parse_rate
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.planning.planning import Plan, Wish, make_plan
+from zmqtrain.planning.plans import RunPlan, Wish, make_plan
 from zmqtrain.sim.run import simulate
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.train.sync import DelayedSync
@@ -139,7 +139,7 @@ class _Still:
         return {}
 
 
-def simulate_plan(plan: Plan, seed: int = 0) -> Simulated:
+def simulate_plan(plan: RunPlan, seed: int = 0) -> Simulated:
     """Simulate a run of one hub under its plan. Raises ConfigError for a plan with several masters."""
     wish, load = plan.wish, plan.load
     if wish.masters > 1:

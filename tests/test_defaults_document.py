@@ -15,7 +15,7 @@ from zmqtrain.cli.local import LocalConfig
 from zmqtrain.cli.node import NodeConfig
 from zmqtrain.cli.operate import StatusConfig
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.planning.planning import Wish, make_plan
+from zmqtrain.planning.plans import Wish, make_plan
 
 ROOT = Path(__file__).parents[1]
 PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.planning.planning import Wish
+from zmqtrain.planning.plans import Wish
 from zmqtrain.planning.schedule import BUSIEST, CODEC_WEIGHT, Schedule, fit
 
 import shared_cores

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.planning.planning import Wish, make_plan
+from zmqtrain.planning.plans import Wish, make_plan
 
 from sim_scale import main, predict_cases, simulate_plan
 

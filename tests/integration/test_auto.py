@@ -17,11 +17,11 @@ from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
 from zmqtrain.node.connect import connect
 from zmqtrain.node.offers import NodeCodec
-from zmqtrain.planning import auto
+from zmqtrain.planning import plans as planning
 
 AUTO = RunSettings(local_updates="fixed", release="all", evaluate_seconds=0.0)
 FIRST = (FIRST_SETTINGS["every"], FIRST_SETTINGS["delay"])
-SLOW_PORT = auto.link_share("2mbit", 0.8)
+SLOW_PORT = planning.link_share("2mbit", 0.8)
 """Of the hub: an exchange of the tiny model takes it several steps of a millisecond."""
 
 
@@ -45,7 +45,7 @@ def test_k_settles_changes_when_a_node_joins_and_is_the_same_everywhere_at_every
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "zmqtrain")
-    monkeypatch.setattr(auto, "_step_seconds", lambda member: 1e-3)  # of slow steps k is 1, for 2 nodes and for 3
+    monkeypatch.setattr(planning, "_step_seconds", lambda member: 1e-3)  # of slow steps k is 1, for 2 nodes and for 3
     monkeypatch.setattr(NodeCodec, "exchange_seconds", 0.0)  # the port alone decides, not how busy this machine is
     monkeypatch.setattr(LoadMeter, "contribution_seconds", lambda self: 0.0)
     recorder = BrokerRecorder(tmp_path / "broker.jsonl")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings, pieces_of
 from zmqtrain.core.types import LeafSpec, PeerId, count_values
-from zmqtrain.planning.auto import ASSUMED_BITS, LoadPlanner, link_share, typical_rate
 from zmqtrain.planning.costs import exchange_costs
+from zmqtrain.planning.plans import ASSUMED_BITS, LoadPlanner, link_share, typical_rate
 from zmqtrain.planning.schedule import Load, density_of, exchange_bytes, payload_rate
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Report

@@ -9,7 +9,7 @@ import pytest
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import pieces_of
 from zmqtrain.planning.costs import COSTS
-from zmqtrain.planning.planning import Wish, load_of, make_plan, variants
+from zmqtrain.planning.plans import Wish, load_of, make_plan, variants
 from zmqtrain.planning.schedule import (
     CODEC_WEIGHT,
     CODECS,

@@ -16,7 +16,7 @@ COUNTED_BYTES = 120_000_000
 MiB to each node, or of 6 MiB from all of them), and a burst."""
 BROKER = """
 import sys
-from zmqtrain.planning.auto import link_share
+from zmqtrain.planning.plans import link_share
 from zmqtrain.broker.serve import serve
 from zmqtrain.core.settings import RunSettings
 settings = RunSettings(codec="float32", broadcast_codec="float32", every=1, delay=2, release="immediately")

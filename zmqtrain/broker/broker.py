@@ -33,7 +33,7 @@ from zmqtrain.core.interfaces import HubChannel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Lane, PeerId
 from zmqtrain.parameter_server.parameters import ParameterKeeper, Parameters
-from zmqtrain.planning.auto import LoadPlanner
+from zmqtrain.planning.plans import LoadPlanner
 from zmqtrain.planning.rules import canonical
 from zmqtrain.protocol.effects import Combine, Consult, Discard, Disconnect, Forward
 from zmqtrain.protocol.fencing import Verdict, latest_incarnation

@@ -16,7 +16,7 @@ from zmqtrain.averaging.snapshot import OPTIMIZER_STATE_MODELS
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.interfaces import Channel, HubChannel
 from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
-from zmqtrain.planning.auto import ASSUMED_BITS, typical_rate
+from zmqtrain.planning.plans import ASSUMED_BITS, typical_rate
 from zmqtrain.planning.schedule import payload_rate
 from zmqtrain.protocol.effects import HubEffect, Reduce
 from zmqtrain.protocol.fencing import Stamp

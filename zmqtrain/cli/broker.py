@@ -38,7 +38,7 @@ from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.installed import clone_folder, command_word
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import BrokerRecorder
-from zmqtrain.planning.auto import link_share
+from zmqtrain.planning.plans import link_share
 from zmqtrain.planning.rules import check_rules
 from zmqtrain.programs import check_program_arguments, parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster

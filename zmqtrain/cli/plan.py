@@ -22,7 +22,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.specs import parse_bytes, parse_count, parse_rate
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.planning.costs import MemoryEstimate, Place, estimate
-from zmqtrain.planning.planning import Plan, Wish, make_plan, variants
+from zmqtrain.planning.plans import RunPlan, Wish, make_plan, variants
 from zmqtrain.planning.schedule import NODE_BATCHES, SPREAD, averaging_gain, model_of
 
 PROGRAM = "zmqtrain plan"
@@ -174,7 +174,7 @@ def _codec_on(config: PlanConfig) -> Place:
     return config.step_on if config.codec_on == "auto" else config.codec_on
 
 
-def memory_of(config: PlanConfig, plan: Plan) -> MemoryEstimate:
+def memory_of(config: PlanConfig, plan: RunPlan) -> MemoryEstimate:
     """Return what a node of this plan needs. Raises ConfigError."""
     model = tuple(LeafSpec(leaf.path, leaf.shape, config.dtype) for leaf in model_of(plan.wish.parameters))
     item_bytes = 4 if config.dtype == "float32" else 2
@@ -195,7 +195,7 @@ def memory_of(config: PlanConfig, plan: Plan) -> MemoryEstimate:
     )
 
 
-def settings_line(plan: Plan) -> str:
+def settings_line(plan: RunPlan) -> str:
     """Return what to type where the (first) broker is started, besides its program and who may reach it."""
     cut = "" if plan.load.pieces else f" --fragments {plan.fragments}"
     shard = f" --shard 0/{plan.load.masters}" if plan.load.masters > 1 else ""
@@ -208,7 +208,7 @@ def settings_line(plan: Plan) -> str:
 # ---------------------------------------------------------------------- what is printed
 
 
-def _plan_table(config: PlanConfig, plan: Plan) -> Table:
+def _plan_table(config: PlanConfig, plan: RunPlan) -> Table:
     wish, predicted, load = plan.wish, plan.prediction, plan.load
     count = format_count(wish.parameters)
     where = f"{wish.masters} masters" if wish.masters > 1 else "one master"
@@ -239,7 +239,7 @@ def _plan_table(config: PlanConfig, plan: Plan) -> Table:
     return table
 
 
-def _variants_table(plans: Sequence[Plan]) -> Table:
+def _variants_table(plans: Sequence[RunPlan]) -> Table:
     table = Table(title="the same with other masters and hubs (Gb/s)", title_justify="left", box=None, pad_edge=False)
     figures = ("masters", "hub", "codec", "parts", "k", "d", "age", "MB/step", "port", "efficiency", "speed-up")
     for column in figures:
@@ -266,7 +266,7 @@ def _memory_table(memory: MemoryEstimate) -> Table:
     return table
 
 
-def _as_json(plan: Plan, others: Sequence[Plan], memory: MemoryEstimate, limit: int | None) -> dict[str, Any]:
+def _as_json(plan: RunPlan, others: Sequence[RunPlan], memory: MemoryEstimate, limit: int | None) -> dict[str, Any]:
     verdict = {} if limit is None else {"fits": memory.fits(limit), "advice": memory.advice(max(0, limit))}
     return {
         "plan": _plan_as_json(plan) | {"command": settings_line(plan)},
@@ -280,7 +280,7 @@ def _as_json(plan: Plan, others: Sequence[Plan], memory: MemoryEstimate, limit: 
     }
 
 
-def _plan_as_json(plan: Plan) -> dict[str, Any]:
+def _plan_as_json(plan: RunPlan) -> dict[str, Any]:
     return {
         "masters": plan.wish.masters,
         "hub_bits_per_second": plan.wish.hub_bits,

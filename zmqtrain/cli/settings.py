@@ -36,7 +36,7 @@ from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.ending import run_command
 from zmqtrain.core.errors import ConfigError, NotHereYet
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RunSettings, read_steps
-from zmqtrain.planning.auto import link_share
+from zmqtrain.planning.plans import link_share
 from zmqtrain.transport.address import parse_address, parse_addresses
 
 Config = TypeVar("Config")

@@ -23,7 +23,7 @@ from zmqtrain.node.checkpoint import CheckpointOptions, SavedNode, read_saved
 from zmqtrain.node.node import Node, NodeOptions, RealEnvironment
 from zmqtrain.node.offers import CodecOn
 from zmqtrain.node.shards import ShardedNode
-from zmqtrain.planning.auto import link_share
+from zmqtrain.planning.plans import link_share
 from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import Promote, Stop
 from zmqtrain.session.events import NodeEvents

@@ -19,8 +19,8 @@ from zmqtrain.averaging.snapshot import check_sizes, split_snapshot
 from zmqtrain.core.errors import CodecError, ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Version, count_values
-from zmqtrain.planning.auto import LoadPlanner
 from zmqtrain.planning.costs import ExchangeCosts, Place, exchange_costs
+from zmqtrain.planning.plans import LoadPlanner
 from zmqtrain.planning.rules import canonical
 from zmqtrain.planning.schedule import exchange_bytes, model_of
 from zmqtrain.protocol.effects import (
