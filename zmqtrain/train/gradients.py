@@ -39,7 +39,7 @@ from zmqtrain.train.leaves import host_leaves, host_state, placed_like
 from zmqtrain.train.loop import TrainingResult
 from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
-from zmqtrain.train.step import COMPILED_KEPT, Gradient, MinibatchStep, TrainState, describe_model
+from zmqtrain.train.step import COMPILED_KEPT, Gradient, MinibatchStep, StepHooks, TrainState, describe_model
 from zmqtrain.train.sync import FLUSH_SECONDS, DelayedSync, SyncStatistics
 from zmqtrain.train.synchronous import BUCKET_BYTES, Overlap
 
@@ -101,7 +101,7 @@ class GradientLoop:
                 f"{settings.minibatch!r}: say --minibatch fixed:batches=4 where the broker is started, or overlap=none"
             )
         self.early_batches = minibatch.batches - 1 if isinstance(minibatch, FixedMinibatch) else 0
-        self.local = _GradientStep(program, minibatch, exchange.clock, before_step=before_step, before_part=before_part)
+        self.local = _GradientStep(program, minibatch, exchange.clock, StepHooks(before_step, before_part))
         self.local.trains_apart = settings.trains_apart
 
     def run(self, batches: Iterable[Any | None]) -> TrainingResult:

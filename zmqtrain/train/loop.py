@@ -16,7 +16,7 @@ from zmqtrain.core.interfaces import Describes, Exchange
 from zmqtrain.train.apart import begin, follow, pack_moments
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program, data_of
-from zmqtrain.train.step import MinibatchStep, TrainState
+from zmqtrain.train.step import MinibatchStep, StepHooks, TrainState
 from zmqtrain.train.sync import DelayedSync, SyncStatistics
 
 
@@ -76,8 +76,7 @@ class TrainingLoop:
             program,
             minibatch_from_spec(settings.minibatch),
             self.exchange.clock,
-            before_step=self.before_step,
-            before_part=self.before_part,
+            StepHooks(self.before_step, self.before_part),
         )
         if isinstance(self.exchange, Describes) and (digests := data_of(program)):
             self.exchange.describe(data=digests)

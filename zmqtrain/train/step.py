@@ -303,29 +303,30 @@ def _working_bytes(compiled: Any) -> int:
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class StepHooks:
+    """Called in the training thread: once in each step, and before each gradient.
+
+    An experiment makes its node slow there (the time of both counts against a timed step's), and a simulation moves its
+    clock, which nothing else does.
+    """
+
+    before_step: Callable[[], None] = lambda: None
+    before_part: Callable[[], None] = lambda: None
+
+
 class MinibatchStep:
     """A program's own step of as many gradients as the run's `minibatch` says, and one optimizer update.
 
     A *part* is what one gradient is taken of: a batch, or (timed) one of the equal parts of a batch. All parts hold
     as many samples, so the mean of their gradients is the gradient of all their samples. Of one batch, it is
     `LocalStep`'s very step.
-    before_step, before_part: called once in each step, and before each gradient: there, an experiment makes this node
-    slow (the time of both counts against a timed step's), and a simulation moves its clock, which nothing else does.
     Raises ConfigError: batches that cannot be cut into as many equal parts.
     Source: Anytime Minibatch, Ferdinand et al. 2019; Async-Timed, Al-Lawati et al., JSAIT 2021.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        minibatch: Minibatch,
-        clock: Clock,
-        *,
-        before_step: Callable[[], None] = lambda: None,
-        before_part: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.program, self.minibatch, self.clock = program, minibatch, clock
-        self.before_step, self.before_part = before_step, before_part
+    def __init__(self, program: Program, minibatch: Minibatch, clock: Clock, hooks: StepHooks | None = None) -> None:
+        self.program, self.minibatch, self.clock, self.hooks = program, minibatch, clock, hooks or StepHooks()
         self._partitions, self._most_parts, self._seconds = 1, inf, inf
         if isinstance(minibatch, FixedMinibatch):
             self._most_parts = minibatch.batches
@@ -379,8 +380,8 @@ class MinibatchStep:
         if self._most_parts == 1:
             if (part := self._next_part(batches)) is None:
                 return None
-            self.before_step()
-            self.before_part()
+            self.hooks.before_step()
+            self.hooks.before_part()
             return *self._local.step(state, part), self._part_samples
         gradient = self.gradient(state.params, batches)
         if gradient is None:
@@ -401,14 +402,14 @@ class MinibatchStep:
         if part is None:
             return None
         if begins:
-            self.before_step()
-        self.before_part()
+            self.hooks.before_step()
+        self.hooks.before_part()
         total, previous = self._functions.first(params, part)
         parts, most = 1, min(most, self._most_parts)
         while parts < most and self.clock.monotonic() < until:
             if (part := self._next_part(batches)) is None:
                 break
-            self.before_part()
+            self.hooks.before_part()
             total, loss = self._functions.next(total, params, part)
             parts += 1
             previous.block_until_ready()
