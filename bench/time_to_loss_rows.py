@@ -431,7 +431,7 @@ def _simulate(job: Job, target: float) -> Line:
         link=LinkModel(place.link, LATENCY_SECONDS),
         evaluate_seconds=SCORED_STEPS * seconds,
         target_loss=target,
-        max_seconds=job.max_steps * seconds,
+        max_seconds=job.max_steps * seconds + _joining_seconds(job),
         codec_scale=place.scale,
         codec_on=place.codec_on,
         hub_threads=hub_threads(place.hub_cores),
@@ -448,6 +448,12 @@ def _simulate(job: Job, target: float) -> Line:
         "refused_at_hub": result.refused,
         **figures_of([sync.statistics() for sync in syncs], chosen),
     }
+
+
+def _joining_seconds(job: Job) -> float:
+    """Return how long the port of the hub takes to bring the initial parameters to all nodes, which is not counted."""
+    leaves = jax.tree.leaves(jax.eval_shape(job.make().init, 0))
+    return job.nodes * 32 * sum(leaf.size for leaf in leaves) / job.place.link
 
 
 def read_chosen(record: Path, settings: RunSettings) -> dict[str, Any]:
