@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 from zmqtrain.session.rate_limited_logger import LINE_SECONDS, MOST_LINES, RateLimitedLogger
 
@@ -14,7 +15,7 @@ def said(caplog):
 
 def test_of_each_kind_so_many_are_said_and_the_others_are_counted(caplog):
     now = [0.0]
-    logger = RateLimitedLogger(logging.getLogger("zmqtrain.test"), lambda: now[0])
+    logger = RateLimitedLogger(logging.getLogger("zmqtrain.test"), SimpleNamespace(monotonic=lambda: now[0]))
     with caplog.at_level(logging.INFO, "zmqtrain.test"):
         for number in range(1000):
             logger.warning("sending %s away", number)
@@ -27,7 +28,7 @@ def test_of_each_kind_so_many_are_said_and_the_others_are_counted(caplog):
 
 
 def test_what_is_not_logged_is_not_counted_and_a_trace_is_there_if_it_is_asked_for(caplog):
-    logger = RateLimitedLogger(logging.getLogger("zmqtrain.test"), lambda: 0.0)
+    logger = RateLimitedLogger(logging.getLogger("zmqtrain.test"), SimpleNamespace(monotonic=lambda: 0.0))
     with caplog.at_level(logging.WARNING, "zmqtrain.test"):
         for _ in range(2 * MOST_LINES):
             logger.info("quiet")

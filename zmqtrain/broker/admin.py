@@ -27,20 +27,15 @@ NO_OPERATOR = (
 
 
 class AdminService:
-    """The rights of peers and the status of the run. watch: called in the broker's loop with every roster."""
+    """The rights of peers and the status of the run. watch: called in the broker's loop with every roster, if set."""
 
     def __init__(
-        self,
-        core: BrokerCore,
-        loads: LoadMeter,
-        uploads: PendingUploads,
-        keeper: Keeper,
-        parameters: Parameters,
-        watch: Callable[[Roster], None] | None,
+        self, core: BrokerCore, loads: LoadMeter, uploads: PendingUploads, keeper: Keeper, parameters: Parameters
     ) -> None:
         self._core, self._hub, self._access = core, core.hub, core.access
         self._loads, self._uploads, self._keeper = loads, uploads, keeper
-        self._parameters, self._watch = parameters, watch
+        self._parameters = parameters
+        self.watch: Callable[[Roster], None] | None = None
         self.messages: MessageHandlers = {Hello: self._hello, Stop: self._stop, Report: self._report}
         self.effects: EffectHandlers = {SendTo: self._send, Broadcast: self._broadcast, Answer: self._answer}
 
@@ -77,8 +72,8 @@ class AdminService:
 
     def _broadcast(self, effect: Broadcast) -> None:
         message = self._described(effect.message)
-        if isinstance(message, Roster) and self._watch is not None:
-            self._watch(message)
+        if isinstance(message, Roster) and self.watch is not None:
+            self.watch(message)
         if isinstance(message, Schedule):
             self._core.log.scheduled(message)
         for peer in list(self._hub.members):

@@ -300,14 +300,10 @@ class Broker:
         self.snapshots.moments = moments
         self.releases = ReleasePipeline(self.core, self.keeper, self.uploads, self.snapshots, self.standby)
         self.groups = GroupService(self.core)
-        self.parameters = Parameters(
-            self.downlink,
-            self.codec,
-            f"keys-{secrets.token_hex(4)}",
-            ParameterKeeper(self.folder),
-            every.seconds,
-        )
-        self.admin = AdminService(self.core, self.loads, self.uploads, self.keeper, self.parameters, options.watch)
+        name, keeper = f"keys-{secrets.token_hex(4)}", ParameterKeeper(self.folder)
+        self.parameters = Parameters(self.downlink, self.codec, name, keeper, every.seconds)
+        self.admin = AdminService(self.core, self.loads, self.uploads, self.keeper, self.parameters)
+        self.admin.watch = options.watch
         self.receiver = Receiver(self.core, self.uploads, self.parameters)
         self.messages: MessageHandlers = {}
         self.effects: EffectHandlers = {Disconnect: self._disconnect}

@@ -235,17 +235,17 @@ def join_parts(model: ModelSpec, parts: Sequence[Mapping[str, NDArray[np.float32
 def _join(parts: Sequence[_Part]) -> dict[str, NDArray[np.float32]]:
     model = {}
     for index, (name, shape) in enumerate(parts[0].shapes):
-        held, filled = [], 0
+        held, filled = [np.zeros(0, np.float32)], 0
         for part in parts:
             _, _, start, stop = part.leaves[index]
-            if stop > start:
-                if start != filled:
-                    raise CheckpointError(f"the values of {name} from {filled} on are not what {part.path} holds next")
+            if start < stop and start != filled:
+                raise CheckpointError(f"the values of {name} from {filled} on are not what {part.path} holds next")
+            if start < stop:
                 held.append(part.arrays[name].reshape(-1))
                 filled = stop
-        if filled != prod(shape):  # before room is made for them
+        if filled != prod(shape):  # before memory is allocated for them
             raise CheckpointError(f"the values of {name} from {filled} on are in none of the parts")
-        model[name] = np.concatenate([*held, np.zeros(0, np.float32)]).reshape(shape)
+        model[name] = np.concatenate(held).reshape(shape)
     return model
 
 
@@ -282,13 +282,7 @@ class Keeper:
     waits_for_room: a release waits for room in the journal.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        every: Every | None = None,
-        keep: int = 3,
-        made_late: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path | None, every: Every | None = None, keep: int = 3, made_late: bool = False) -> None:
         self._folder = RunFolder(folder, keep) if folder is not None else None
         self._untaken = made_late and folder is not None and not folder.exists()
         self._every = every or Every()
@@ -396,13 +390,8 @@ class Keeper:
             except CheckpointError as error:
                 self.writer.put_off(str(error))
         self._begin_journal(folder, hub.version)
-        logger.info(
-            "resuming %s at version %d (%d of them from the journal), %d samples",
-            hub.run,
-            hub.version,
-            hub.version - saved,
-            hub.samples,
-        )
+        text = "resuming %s at version %d (%d of them from the journal), %d samples"
+        logger.info(text, hub.run, hub.version, hub.version - saved, hub.samples)
         return self._moments
 
     def rewind(self, version: Version, aggregator: Aggregator) -> tuple[dict[str, Any], tuple[Buffer, ...]]:
@@ -486,17 +475,15 @@ class Keeper:
         if moments is not None:
             self._moments = tuple(moments)
         folder, version, arrays = self._folder, aggregator.version, self._arrays(aggregator)
-        if wait:
-            folder.begin_journal(version)
-            folder.save(version, state, arrays)
-            self._written(version)
-            self.writer.written(version)
-            return
 
         def write() -> None:
             folder.save(version, state, arrays)
-            self._written(version)
+            self._saved_version, self._begun_version = version, max(version, self._begun_version)
 
+        if wait:
+            folder.begin_journal(version)
+            write()
+            return self.writer.written(version)
         try:
             folder.begin_journal(version)
             self._no_journal_since = None
@@ -516,9 +503,6 @@ class Keeper:
         except CheckpointError as error:
             self._no_journal_since, self.waits_for_room = version, True
             logger.warning("%s. Nothing is released until there is room for the journal", error)
-
-    def _written(self, version: Version) -> None:
-        self._saved_version, self._begun_version = version, max(version, self._begun_version)
 
     def close(self, state: dict[str, Any], aggregator: Aggregator | None) -> None:
         """Write the last checkpoint and the model alone, once the write in progress has ended. Raises CheckpointError.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics
 from zmqtrain.broker.checkpoint import RunFolders, new_run
@@ -264,23 +264,11 @@ class _Host:
             name, term = str(takeover.state["run"]), int(takeover.state["term"])
         assert settings is not None, "a broker has settings, or another that gives them"
         checkpoint = self.options.get("checkpoint")
-        folder = (
-            checkpoint.folder(name, shard, settings.masters, term) if isinstance(checkpoint, RunFolders) else checkpoint
-        )
-        options = BrokerOptions(
-            checkpoint=folder,
-            checkpoint_every=self.options.get("checkpoint_every", ""),
-            checkpoint_keep=self.options.get("checkpoint_keep", 3),
-            own_folder=isinstance(checkpoint, RunFolders),
-            run=name,
-            watch=self.options.get("watch"),
-            events=self.options.get("events"),
-            share=self.options.get("share"),
-            registration=self.registration,
-            takeover=takeover,
-            beginning=self.options.get("beginning"),
-        )
-        broker = Broker(channel, settings, options, access)
+        options: dict[str, Any] = {key: one for key, one in self.options.items() if key not in ("keys", "place")}
+        options |= {"run": name, "registration": self.registration, "takeover": takeover}
+        if isinstance(checkpoint, RunFolders):
+            options |= {"checkpoint": checkpoint.folder(name, shard, settings.masters, term), "own_folder": True}
+        broker = Broker(channel, settings, BrokerOptions(**options), access)
         channel.remember(broker.hub.records.owner)
         return broker
 

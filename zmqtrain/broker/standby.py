@@ -439,9 +439,9 @@ class Standby(_FirstSession):
             follower.run,
             self._hub.version,
             follower.term + 1,
-            "it was told to"
+            "an operator says so"
             if self._policy.promoted
-            else f"the broker at {self.place.first} is gone, and its nodes say so",
+            else f"the broker at {self.place.first} is gone, say its nodes",
         )
         assert follower.settings is not None
         return TakeoverState(state, follower.settings, self._aggregator)
@@ -467,9 +467,7 @@ class Standby(_FirstSession):
         is_operator = isinstance(message, Hello | Promote) and self._access.is_operator(peer)
         if isinstance(message, Promote):
             text = "an operator, %s, tells this standby to take over"
-            self._log.warning(
-                text if is_operator else "%s tells this standby to take over, and may not", printable(peer)
-            )
+            self._log.warning(text if is_operator else "%s may not tell this standby to take over", printable(peer))
         answer = self._policy.receive(peer, stamp, message, is_operator, clock.monotonic())
         if answer is not None:
             self._channel.send(peer, Lane.CONTROL, [encode_message(*answer)])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from zmqtrain.core.interfaces import Clock
+from zmqtrain.session.environment import clock as environment_clock
 
 MOST_LINES, LINE_SECONDS = 20, 10.0
 """So many lines of one kind in so many seconds: a classroom that leaves at once is named whole."""
@@ -21,9 +22,9 @@ class _Kind:
 
 class RateLimitedLogger:
     """A logger for events that peers cause, so that they fill no disk. A kind of line is its text before its facts are
-    put in, so that peers cannot make new kinds.  clock: in seconds."""
+    put in, so that peers cannot make new kinds."""
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, logger: logging.Logger, clock: Clock = environment_clock) -> None:
         self._logger, self._clock = logger, clock
         self._kinds: dict[str, _Kind] = {}
 
@@ -34,7 +35,7 @@ class RateLimitedLogger:
         """
         if not self._logger.isEnabledFor(level):
             return
-        now = self._clock()
+        now = self._clock.monotonic()
         kind = self._kinds.setdefault(text, _Kind(now))
         if now - kind.began >= LINE_SECONDS:
             if kind.unsent:
