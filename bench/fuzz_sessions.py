@@ -27,7 +27,6 @@ from zmqtrain.protocol.framing import encode_message, split
 from zmqtrain.protocol.messages import (
     Credit,
     Fetch,
-    Fold,
     Goodbye,
     GroupLost,
     Heartbeat,
@@ -36,6 +35,7 @@ from zmqtrain.protocol.messages import (
     Message,
     Probe,
     Publish,
+    ReduceChunk,
     Relay,
     Relayed,
     Report,
@@ -150,11 +150,11 @@ def _groups(seed: int) -> bytes:
         says.say(who, Hello(f"pc-{who}", "process"))
         says.say(who, JoinGroup("g", 3, -1, "", f"tcp://127.0.0.1:{6000 + who}", "", "token"))
     for who in (0, 1, 2):
-        says.say(who, Fold(1, "sum", "float32", 16 + 3), b"own", values)
+        says.say(who, ReduceChunk(1, "sum", "float32", 16 + 3), b"own", values)
         says.say(who, Relay((who + 1) % 3, 5), b"hello")
     for who in (0, 1, 2):
         says.say(who, Relayed((who - 1) % 3, 1))
-        says.say(who, Fold(1, "mean", "float32", 16), values)
+        says.say(who, ReduceChunk(1, "mean", "float32", 16), values)
     says.wait(1)
     says.say(0, GroupLost(1, "silent"))
     says.say(2, Goodbye())

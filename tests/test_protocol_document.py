@@ -36,8 +36,6 @@ from zmqtrain.protocol.messages import (
     Done,
     Enrolled,
     Fetch,
-    Fold,
-    Folded,
     Forming,
     Goodbye,
     Group,
@@ -46,6 +44,8 @@ from zmqtrain.protocol.messages import (
     Placed,
     Preempt,
     Publish,
+    ReduceChunk,
+    ReducedChunk,
     Refused,
     Relay,
     Relayed,
@@ -86,7 +86,7 @@ RULE_OF_TYPE: dict[Any, str] = {
     tuple[WireSchedule, ...]: "schedules",
 }
 FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Stop, Goodbye}
-FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed, Folded}
+FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed, ReducedChunk}
 FROM_HUB |= {Replica, Books}
 FROM_HUB |= {Enrolled, Placed, Values, Done, Awaited}
 MODEL = (LeafSpec("w", (4,), "float32"),)
@@ -233,8 +233,8 @@ def test_every_message_has_its_sentence_and_its_lane() -> None:
         "Chunk",
         "Relay",
         "Values",
-        "Fold",
-        "Folded",
+        "ReduceChunk",
+        "ReducedChunk",
     }
 
 
@@ -327,7 +327,7 @@ def test_who_speaks_in_a_conversation_may_say_that() -> None:
     for from_hub, bulk, name, _ in spoken():
         kind = KINDS[name]
         assert kind in (FROM_HUB if from_hub else ALLOWED.keys() | {Chunk, Credit}), f"{name}, from_hub={from_hub}"
-        assert bulk == (kind in (Chunk, Relay, Fold, Folded) or (from_hub and kind in ANNOUNCEMENTS)), (
+        assert bulk == (kind in (Chunk, Relay, ReduceChunk, ReducedChunk) or (from_hub and kind in ANNOUNCEMENTS)), (
             f"{name} goes on the other lane"
         )
 

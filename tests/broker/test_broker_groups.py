@@ -7,7 +7,7 @@ import pytest
 
 from tests.broker.wires import lived
 from zmqtrain.protocol.groups import RELAY_MESSAGES
-from zmqtrain.protocol.messages import Fold, Folded, GroupLost, Refused, Relay
+from zmqtrain.protocol.messages import GroupLost, ReduceChunk, ReducedChunk, Refused, Relay
 
 
 def test_a_message_is_relayed_and_chunks_are_reduced_with_what_came_behind_them():
@@ -15,11 +15,11 @@ def test_a_message_is_relayed_and_chunks_are_reduced_with_what_came_behind_them(
         await peers.meet("p", "q")
         peers.wire.say("p", Relay(1, 5), b"12", b"345")
         for peer in "pq":
-            peers.wire.say(peer, Fold(1, "sum", "int32", 4), np.ones(1, np.int32).tobytes())
+            peers.wire.say(peer, ReduceChunk(1, "sum", "int32", 4), np.ones(1, np.int32).tobytes())
         await peers.until(lambda: len(peers.wire.bulk) == 3)
 
     broker = lived(story)
-    assert broker.channel.bulk == [("q", Relay(0, 5)), ("p", Folded(1, 4)), ("q", Folded(1, 4))]
+    assert broker.channel.bulk == [("q", Relay(0, 5)), ("p", ReducedChunk(1, 4)), ("q", ReducedChunk(1, 4))]
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_a_message_is_relayed_and_chunks_are_reduced_with_what_came_behind_them(
         [(Relay(1, 6), b"12", b"345")],
         [(Relay(1, 1), b"x")] * (RELAY_MESSAGES + 1),
         [(Relay(2, 1), b"x")],
-        [(Fold(1, "sum", "int32", 4), b"123")],
-        [(Fold(1, "xor", "int32", 4), b"1234")],
-        [(Fold(1, "sum", "int32", 3), b"123")],
+        [(ReduceChunk(1, "sum", "int32", 4), b"123")],
+        [(ReduceChunk(1, "xor", "int32", 4), b"1234")],
+        [(ReduceChunk(1, "sum", "int32", 3), b"123")],
         [(GroupLost(7, "nobody"),)],
     ],
 )

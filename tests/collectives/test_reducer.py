@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from zmqtrain.collectives.arrays import HUB_DTYPES, dtype_of_name
 from zmqtrain.collectives.reducer import (
-    FOLD_BYTES,
-    FOLD_MESSAGES,
-    GROUP_FOLD_BYTES,
+    GROUP_REDUCE_BYTES,
     MAX_OWN_BYTES,
+    REDUCE_BYTES,
+    REDUCE_MESSAGES,
     Reducers,
-    find_fold,
+    hub_reduction,
     window_bytes,
 )
 from zmqtrain.collectives.reductions import OPERATIONS, find_reduction
 from zmqtrain.core.errors import ConfigError, FramingError, RemoteProtocolError
 from zmqtrain.protocol.effects import Combine
-from zmqtrain.protocol.messages import Fold, Folded
+from zmqtrain.protocol.messages import ReduceChunk, ReducedChunk
 
 PEERS = tuple("abcdefgh")
 
@@ -33,9 +33,9 @@ class Hub:
         self.reducers = Reducers(self.send)
         self.hold = False
 
-    def send(self, peer, folded, frames, sent):
-        assert isinstance(folded, Folded) and folded.size == sum(len(frame) for frame in frames)
-        self.sent.append((self.peers.index(peer), folded.key, [bytes(frame) for frame in frames]))
+    def send(self, peer, answer, frames, sent):
+        assert isinstance(answer, ReducedChunk) and answer.size == sum(len(frame) for frame in frames)
+        self.sent.append((self.peers.index(peer), answer.key, [bytes(frame) for frame in frames]))
         if self.hold:
             self.held.append(sent)
         else:
@@ -43,8 +43,8 @@ class Hub:
 
     def give(self, rank, values, key=1, op="sum", own=(), dtype=None):
         frames = [*own, values.view(np.uint8).data]
-        fold = Fold(key, op, dtype or values.dtype.name, sum(len(frame) for frame in frames))
-        self.reducers.combine(Combine(1, rank, self.peers, fold), frames)
+        chunk = ReduceChunk(key, op, dtype or values.dtype.name, sum(len(frame) for frame in frames))
+        self.reducers.combine(Combine(1, rank, self.peers, chunk), frames)
 
     def results(self, rank):
         return [frames[-1] for one, _, frames in self.sent if one == rank]
@@ -61,7 +61,7 @@ def test_whoever_comes_first_the_ranks_are_combined_in_their_order(data, size, o
         reduction = find_reduction(op, dtype_of_name(dtype))
     except ConfigError:
         with pytest.raises(ConfigError):
-            find_fold(op, dtype)
+            hub_reduction(op, dtype)
         return
     chunks = data.draw(st.integers(1, 3))
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
@@ -111,11 +111,11 @@ def test_what_is_held_of_a_rank_is_bounded_until_its_results_have_gone(full):
     hub = Hub(2)
     hub.hold = True
     if full == "chunks":
-        for _ in range(FOLD_MESSAGES):
+        for _ in range(REDUCE_MESSAGES):
             hub.give(0, np.ones(4))
         extra = np.ones(4)
     else:
-        extra = np.ones((FOLD_BYTES // 2) // 8)
+        extra = np.ones((REDUCE_BYTES // 2) // 8)
         hub.give(0, extra), hub.give(0, extra)
     with pytest.raises(RemoteProtocolError, match="window"):
         hub.give(0, extra)
@@ -127,7 +127,7 @@ def test_what_is_held_of_a_rank_is_bounded_until_its_results_have_gone(full):
 
 
 def test_a_large_group_has_smaller_windows():
-    assert window_bytes(2) == FOLD_BYTES and window_bytes(256) == GROUP_FOLD_BYTES // 256
+    assert window_bytes(2) == REDUCE_BYTES and window_bytes(256) == GROUP_REDUCE_BYTES // 256
 
 
 def test_a_group_that_is_discarded_begins_with_nothing():
@@ -140,29 +140,29 @@ def test_a_group_that_is_discarded_begins_with_nothing():
 
 
 @pytest.mark.parametrize(
-    ("fold", "frames"),
+    ("chunk", "frames"),
     [
-        (Fold(1, "sum", "float32", 0), []),
-        (Fold(1, "sum", "float32", 0), [b""]),
-        (Fold(1, "sum", "float32", 6), [b"123456"]),
-        (Fold(1, "and", "float32", 4), [b"1234"]),
-        (Fold(1, "mean", "int32", 4), [b"1234"]),
-        (Fold(1, "sum", "object", 8), [b"12345678"]),
-        (Fold(1, "sum", "S4", 4), [b"1234"]),
-        (Fold(-1, "sum", "float32", 4), [b"1234"]),
-        (Fold(1, "sum", "float32", MAX_OWN_BYTES + 5), [bytes(MAX_OWN_BYTES + 1), b"1234"]),
-        (Fold(1, "sum", "float32", 16), [b"1234"] * 4),
+        (ReduceChunk(1, "sum", "float32", 0), []),
+        (ReduceChunk(1, "sum", "float32", 0), [b""]),
+        (ReduceChunk(1, "sum", "float32", 6), [b"123456"]),
+        (ReduceChunk(1, "and", "float32", 4), [b"1234"]),
+        (ReduceChunk(1, "mean", "int32", 4), [b"1234"]),
+        (ReduceChunk(1, "sum", "object", 8), [b"12345678"]),
+        (ReduceChunk(1, "sum", "S4", 4), [b"1234"]),
+        (ReduceChunk(-1, "sum", "float32", 4), [b"1234"]),
+        (ReduceChunk(1, "sum", "float32", MAX_OWN_BYTES + 5), [bytes(MAX_OWN_BYTES + 1), b"1234"]),
+        (ReduceChunk(1, "sum", "float32", 16), [b"1234"] * 4),
     ],
 )
-def test_what_cannot_be_reduced_is_a_framing_error(fold, frames):
+def test_what_cannot_be_reduced_is_a_framing_error(chunk, frames):
     hub = Hub(2)
     with pytest.raises(FramingError):
-        hub.reducers.combine(Combine(1, 0, hub.peers, fold), frames)
+        hub.reducers.combine(Combine(1, 0, hub.peers, chunk), frames)
 
 
 def test_every_dtype_that_is_offered_is_one():
     assert "bfloat16" in HUB_DTYPES
     for dtype in HUB_DTYPES:
-        assert find_fold("max" if "complex" not in dtype else "sum", dtype)[1].name == dtype
+        assert hub_reduction("max" if "complex" not in dtype else "sum", dtype)[1].name == dtype
     with pytest.raises(ConfigError, match="take another"):
-        find_fold("sum", "float8_e5m2")
+        hub_reduction("sum", "float8_e5m2")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zmqtrain.protocol.members import Member, MemberState
-from zmqtrain.protocol.messages import Fold, JoinGroup
+from zmqtrain.protocol.messages import JoinGroup, ReduceChunk
 
-__all__ = ["FOLD", "ASKED", "process", "join"]
+__all__ = ["REDUCE_CHUNK", "ASKED", "process", "join"]
 
-FOLD = Fold(7, "sum", "float32", 100)
+REDUCE_CHUNK = ReduceChunk(7, "sum", "float32", 100)
 ASKED = JoinGroup("default", 3, address="tcp://10.0.0.1:5000", token="0a")
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.protocol.gatherings import ASKED, FOLD, join, process
+from tests.protocol.gatherings import ASKED, REDUCE_CHUNK, join, process
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Combine, Discard, Forward, SendTo
 from zmqtrain.protocol.groups import (
@@ -283,6 +283,6 @@ def test_what_was_on_its_way_to_who_is_lost_takes_no_room_any_more():
 
 def test_chunks_are_reduced_as_long_as_nobody_of_the_group_is_lost():
     groups, _ = met(*"ab")
-    assert groups.fold(process("b"), FOLD, 0.0) == [Combine(1, 1, ("a", "b"), FOLD)]
+    assert groups.reduce(process("b"), REDUCE_CHUNK, 0.0) == [Combine(1, 1, ("a", "b"), REDUCE_CHUNK)]
     assert Discard(1) in groups.gone("a", "killed")
-    assert groups.fold(process("b"), FOLD, 0.0) == groups.fold(process("a"), FOLD, 0.0) == []
+    assert groups.reduce(process("b"), REDUCE_CHUNK, 0.0) == groups.reduce(process("a"), REDUCE_CHUNK, 0.0) == []

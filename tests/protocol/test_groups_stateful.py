@@ -6,7 +6,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.protocol.gatherings import FOLD, join, process
+from tests.protocol.gatherings import REDUCE_CHUNK, join, process
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Combine, Discard, Forward, SendTo
 from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, Groups
@@ -131,12 +131,12 @@ class GroupsMachine(RuleBasedStateMachine):
     def fold(self, data):
         peer = data.draw(st.sampled_from(sorted(self.within)))
         generation, rank = self.within[peer]
-        effects = self.groups.fold(process(peer), FOLD, self.now)
+        effects = self.groups.reduce(process(peer), REDUCE_CHUNK, self.now)
         if generation in self.discarded:
             assert effects == []
         else:
             by_rank = tuple(self.members[generation][one] for one in sorted(self.members[generation]))
-            assert effects == [Combine(generation, rank, by_rank, FOLD)]
+            assert effects == [Combine(generation, rank, by_rank, REDUCE_CHUNK)]
 
     @rule(seconds=st.sampled_from([0.1, 1.0]))
     def time_passes(self, seconds):

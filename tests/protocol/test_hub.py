@@ -12,7 +12,19 @@ from zmqtrain.protocol.messages import MESSAGES, Goodbye, Hello, Holding, Refuse
 
 ONLY_OF_HUBS = {
     *("Welcome", "Refused", "Roster", "Schedule", "Aggregate", "Preempt", "Quarantine", "WorkUnit", "Probed"),
-    *("Forming", "Group", "Leave", "Folded", "Enrolled", "Placed", "Values", "Done", "Awaited", "Replica", "Books"),
+    *(
+        "Forming",
+        "Group",
+        "Leave",
+        "ReducedChunk",
+        "Enrolled",
+        "Placed",
+        "Values",
+        "Done",
+        "Awaited",
+        "Replica",
+        "Books",
+    ),
     *("Chunk", "Credit"),
 }
 """What only a hub says, and what goes by the machine."""

@@ -52,11 +52,11 @@ from zmqtrain.protocol.members import RUN_OVER
 from zmqtrain.protocol.messages import (
     Chunk,
     Credit,
-    Fold,
     Goodbye,
     Initialise,
     Probe,
     Push,
+    ReduceChunk,
     Refused,
     Relay,
     Relayed,
@@ -171,7 +171,7 @@ class Receiver:
         try:
             if not isinstance(message, Chunk):
                 size = sum(len(frame) for frame in frames)
-                if isinstance(message, Probe | Relay | Fold) and size != len(frames[0]) + message.size:
+                if isinstance(message, Probe | Relay | ReduceChunk) and size != len(frames[0]) + message.size:
                     raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
                 self._downlink.uploads.pay(size)
             self._core.messages.get(type(message), self._core.receive)(peer, message, now)

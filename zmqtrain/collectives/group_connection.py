@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from zmqtrain.collectives.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes
+from zmqtrain.collectives.reducer import REDUCE_BYTES, REDUCE_MESSAGES, window_bytes
 from zmqtrain.collectives.routes import keep
 from zmqtrain.core.errors import CollectiveTimeout, HubUnreachable, JoinRefused, ZmqTrainError
 from zmqtrain.core.interfaces import Dialer
@@ -24,13 +24,13 @@ from zmqtrain.core.types import HUB, Buffer, HubChunk, PeerId
 from zmqtrain.protocol.failure_detector import BEAT_SECONDS
 from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, Window, list_names
 from zmqtrain.protocol.messages import (
-    Fold,
-    Folded,
     Forming,
     Group,
     GroupLost,
     JoinGroup,
     Message,
+    ReduceChunk,
+    ReducedChunk,
     Refused,
     Relay,
     Relayed,
@@ -115,14 +115,14 @@ class GroupConnection(NullListener):
     there: whether the hub is, as far as is known.
     """
 
-    messages = (Folded, Forming, Group, GroupLost, Refused, Relay, Relayed, Welcome)
+    messages = (ReducedChunk, Forming, Group, GroupLost, Refused, Relay, Relayed, Welcome)
 
     def __init__(self, dialer: Dialer, address: str, name: str) -> None:
         self.address, self.name, self.there = address, name, True
         self._machine = ProcessPeer(PeerId(f"{name}#{secrets.token_hex(4)}"), name, silence=HUB_SILENCE_SECONDS)
         self.session = HubSession(dialer, self._machine, address, self, meanwhile="Its group waits")
         self._relays = _Stream(self.session, Window(RELAY_MESSAGES, RELAY_BYTES))
-        self._folds = _Stream(self.session, Window(FOLD_MESSAGES, FOLD_BYTES))
+        self._reductions = _Stream(self.session, Window(REDUCE_MESSAGES, REDUCE_BYTES))
         self._listener: GroupListener | None = None
         self._early: list[Callable[[GroupListener], object]] = []  # calls for the listener to come
         self._met: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
@@ -221,9 +221,9 @@ class GroupConnection(NullListener):
                 self.session.send(Relayed(rank, 1))
             case Relayed(rank, messages):
                 self._relays.arrived(rank, messages)
-            case Folded(key) if self._folds.window.count(key):
+            case ReducedChunk(key) if self._reductions.window.count(key):
                 self._tell(lambda listener: listener.on_relayed(HUB, list(frames)))
-                self._folds.arrived(key)
+                self._reductions.arrived(key)
         return True
 
     def on_ended(self, reason: str, text: str, error: ZmqTrainError) -> None:
@@ -242,7 +242,7 @@ class GroupConnection(NullListener):
         if self.there:
             self.there = False
             self._relays.clear()
-            self._folds.clear()
+            self._reductions.clear()
             self._tell(lambda listener: listener.on_hub_gone(why))
 
     def _tell(self, call: Callable[[GroupListener], object]) -> None:
@@ -285,12 +285,12 @@ class GroupConnection(NullListener):
         """Drop the messages to a rank that is lost."""
         self._relays.forget(rank)
 
-    def fold(self, chunk: HubChunk, frames: Sequence[Buffer], size: int) -> None:
+    def reduce(self, chunk: HubChunk, frames: Sequence[Buffer], size: int) -> None:
         """Have the hub reduce a chunk, when the window has room for it. size: of the group."""
         if self.there:
-            self._folds.window.nbytes = window_bytes(size)
+            self._reductions.window.nbytes = window_bytes(size)
             total = sum(memoryview(frame).nbytes for frame in frames)
-            self._folds.send(chunk.key, total, Fold(chunk.key, chunk.op, chunk.dtype, total), frames)
+            self._reductions.send(chunk.key, total, ReduceChunk(chunk.key, chunk.op, chunk.dtype, total), frames)
 
     async def leave(self, reason: str = "", linger_seconds: float = LEAVE_LINGER_SECONDS) -> None:
         """Say goodbye, unless the hub is lost, and close the channel."""

@@ -481,7 +481,7 @@ class MeshPort:
         if self._presence.need_hub() and not self._presence.cut_off:
             self._messages_sent += 1
             self._bytes_sent += size
-            self._hub.fold(chunk, frames, len(self.names))
+            self._hub.reduce(chunk, frames, len(self.names))
 
     # ------------------------------------------------------------------ the port's thread: in
 

@@ -24,28 +24,28 @@ from zmqtrain.core.errors import ConfigError, FramingError, LocalProtocolError, 
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
 from zmqtrain.protocol.effects import Combine
 from zmqtrain.protocol.groups import Window
-from zmqtrain.protocol.messages import Fold, Folded, Message, printable
+from zmqtrain.protocol.messages import Message, ReduceChunk, ReducedChunk, printable
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
-FOLD_MESSAGES, FOLD_BYTES = 16, 8 << 20
+REDUCE_MESSAGES, REDUCE_BYTES = 16, 8 << 20
 """The window of one rank: chunks in flight to the hub and not answered, and their bytes."""
-GROUP_FOLD_BYTES = 128 << 20
+GROUP_REDUCE_BYTES = 128 << 20
 """What of a whole group may be: of a large one each rank has less."""
 MAX_OWN_BYTES, MAX_OWN_FRAMES = 4096, 2
 """What a rank may have come back with the result."""
 
-Send = Callable[[PeerId, Folded, Sequence[Buffer], Callable[[], object]], None]
+Send = Callable[[PeerId, ReducedChunk, Sequence[Buffer], Callable[[], object]], None]
 
 
 def window_bytes(size: int) -> int:
     """Return the bytes that one rank of a group of `size` may have in flight."""
-    return min(FOLD_BYTES, GROUP_FOLD_BYTES // size)
+    return min(REDUCE_BYTES, GROUP_REDUCE_BYTES // size)
 
 
-def find_fold(op: str, dtype: str) -> tuple[Reduction, np.dtype[np.generic]]:
+def hub_reduction(op: str, dtype: str) -> tuple[Reduction, np.dtype[np.generic]]:
     """Return what the hub does for an operation and a dtype by their names. Raises ConfigError, which says what it can
     do, for any other."""
     if op not in OPERATIONS:
@@ -64,7 +64,7 @@ def check_chunk(chunk: HubChunk, frames: Sequence[Buffer], total: int) -> None:
 
     Raises ConfigError for an operation or a dtype that it does not reduce, LocalProtocolError for frames that are none.
     """
-    _, dtype = find_fold(chunk.op, chunk.dtype)
+    _, dtype = hub_reduction(chunk.op, chunk.dtype)
     values = memoryview(frames[-1]).nbytes
     if not 0 < values <= MAX_FRAME_BYTES or values % dtype.itemsize or not 0 <= chunk.key < 1 << 63:
         raise LocalProtocolError(f"a chunk with key {chunk.key} of {values} bytes, which are no values of {dtype}")
@@ -77,7 +77,7 @@ class _Chunk:
     """A chunk that is not there of all ranks. arrived: by rank its own frames.  waiting: by rank values that those of
     lower ranks must come before.  total: of the ranks below `combined`."""
 
-    fold: Fold
+    asked: ReduceChunk
     nbytes: int
     reduction: Reduction
     dtype: np.dtype[np.generic]
@@ -105,40 +105,40 @@ class _Reducer:
         self.size, self._log = size, log
         self._open: dict[int, deque[_Chunk]] = {}
         self._ended: set[int] = set()  # keys whose chunks differed
-        self._windows = [Window(FOLD_MESSAGES, window_bytes(size)) for _ in range(size)]  # by rank
+        self._windows = [Window(REDUCE_MESSAGES, window_bytes(size)) for _ in range(size)]  # by rank
 
     def add(self, combine: Combine, frames: Sequence[Buffer]) -> list[_Chunk]:
         """Take a chunk of one rank; return those that are there of all now."""
-        fold, rank, peer = combine.fold, combine.rank, combine.peers[combine.rank]
-        own, values = _cut(fold, frames)
-        if not self._windows[rank].has_room(fold.size):
-            raise RemoteProtocolError(peer, "in a group", "a Fold beyond its window")
-        self._windows[rank].add(fold.key, fold.size)
-        if fold.key in self._ended:
+        asked, rank, peer = combine.chunk, combine.rank, combine.peers[combine.rank]
+        own, values = _cut(asked, frames)
+        if not self._windows[rank].has_room(asked.size):
+            raise RemoteProtocolError(peer, "in a group", "a ReduceChunk beyond its window")
+        self._windows[rank].add(asked.key, asked.size)
+        if asked.key in self._ended:
             return []
-        chunks = self._open.setdefault(fold.key, deque())
+        chunks = self._open.setdefault(asked.key, deque())
         chunk = next((one for one in chunks if rank not in one.arrived), None)
         if chunk is None:
-            chunk = _Chunk(fold, len(values), *_find(fold, values))
+            chunk = _Chunk(asked, len(values), *_find(asked, values))
             chunks.append(chunk)
-        if (fold.op, fold.dtype, len(values)) != (chunk.fold.op, chunk.fold.dtype, chunk.nbytes):
+        if (asked.op, asked.dtype, len(values)) != (chunk.asked.op, chunk.asked.dtype, chunk.nbytes):
             first = next(iter(chunk.arrived))
             self._log.warning(
                 "ranks %d and %d differ in what the hub is to reduce: %s and %s; it reduces nothing more of that",
                 first,
                 rank,
-                _describe(chunk.fold, chunk.nbytes),
-                _describe(fold, len(values)),
+                _describe(chunk.asked, chunk.nbytes),
+                _describe(asked, len(values)),
             )
-            self._ended.add(fold.key)
-            del self._open[fold.key]
+            self._ended.add(asked.key)
+            del self._open[asked.key]
             return []
         chunk.add(rank, own, values)
         whole: list[_Chunk] = []
         while chunks and chunks[0].combined == self.size:
             whole.append(chunks.popleft())
         if not chunks:
-            del self._open[fold.key]
+            del self._open[asked.key]
         return whole
 
     def answered(self, rank: int, key: int) -> None:
@@ -167,27 +167,29 @@ class Reducers:
             chunk.reduction.finish(chunk.total, size)
             values = chunk.total.view(np.uint8).data
             for rank, own in chunk.arrived.items():
-                folded = Folded(chunk.fold.key, sum(len(frame) for frame in own) + len(values))
-                self._send(combine.peers[rank], folded, [*own, values], partial(group.answered, rank, chunk.fold.key))
+                answer = ReducedChunk(chunk.asked.key, sum(len(frame) for frame in own) + len(values))
+                self._send(combine.peers[rank], answer, [*own, values], partial(group.answered, rank, chunk.asked.key))
 
     def discard(self, generation: int) -> None:
         """Forget what a group has not finished."""
         self._groups.pop(generation, None)
 
 
-def _cut(fold: Fold, frames: Sequence[Buffer]) -> tuple[Sequence[Buffer], Buffer]:
+def _cut(asked: ReduceChunk, frames: Sequence[Buffer]) -> tuple[Sequence[Buffer], Buffer]:
     """Return the sender's own frames, and the values."""
     if not 1 <= len(frames) <= 1 + MAX_OWN_FRAMES or not 0 < len(frames[-1]) <= MAX_FRAME_BYTES:
-        raise FramingError(f"a Fold with {len(frames)} frames behind it, or a last one of no values")
+        raise FramingError(f"a ReduceChunk with {len(frames)} frames behind it, or a last one of no values")
     own = frames[:-1]
-    if fold.size - len(frames[-1]) > MAX_OWN_BYTES or not 0 <= fold.key < 1 << 63:
-        raise FramingError(f"a Fold with {fold.size - len(frames[-1])} bytes of its sender's own, and key {fold.key}")
+    if asked.size - len(frames[-1]) > MAX_OWN_BYTES or not 0 <= asked.key < 1 << 63:
+        raise FramingError(
+            f"a ReduceChunk with {asked.size - len(frames[-1])} bytes of its sender's own, and key {asked.key}"
+        )
     return own, frames[-1]
 
 
-def _find(fold: Fold, values: Buffer) -> tuple[Reduction, np.dtype[np.generic]]:
+def _find(asked: ReduceChunk, values: Buffer) -> tuple[Reduction, np.dtype[np.generic]]:
     try:
-        reduction, dtype = find_fold(fold.op, fold.dtype)
+        reduction, dtype = hub_reduction(asked.op, asked.dtype)
     except ConfigError as error:
         raise FramingError(str(error)) from None
     if len(values) % dtype.itemsize:
@@ -195,8 +197,8 @@ def _find(fold: Fold, values: Buffer) -> tuple[Reduction, np.dtype[np.generic]]:
     return reduction, dtype
 
 
-def _describe(fold: Fold, nbytes: int) -> str:
-    return f"{printable(fold.op, 32)} of {nbytes} bytes of {printable(fold.dtype, 32)}"
+def _describe(asked: ReduceChunk, nbytes: int) -> str:
+    return f"{printable(asked.op, 32)} of {nbytes} bytes of {printable(asked.dtype, 32)}"
 
 
 class Relays:

@@ -12,11 +12,11 @@ from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.messages import (
     Aggregate,
     Announcement,
-    Fold,
     KeyRequest,
     Message,
     Probe,
     Publish,
+    ReduceChunk,
     Relay,
     Replica,
     Snapshot,
@@ -157,7 +157,7 @@ class Combine:
     generation: int
     rank: int
     peers: tuple[PeerId, ...]
-    fold: Fold
+    chunk: ReduceChunk
 
 
 @dataclass(frozen=True, slots=True)

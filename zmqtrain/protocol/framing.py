@@ -18,7 +18,7 @@ from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer
 from zmqtrain.protocol.fencing import MAX_INCARNATION, UNSTAMPED, Stamp
 from zmqtrain.protocol.messages import MESSAGES, Announcement, Chunk, Message
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_HEAD_BYTES = 1 << 20
 
 OPENED_BYTES = 64

@@ -21,12 +21,12 @@ from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.effects import Combine, Discard, Forward, HubEffect, SendTo
 from zmqtrain.protocol.members import ADDRESS, Member
 from zmqtrain.protocol.messages import (
-    Fold,
     Forming,
     Group,
     GroupLost,
     JoinGroup,
     Message,
+    ReduceChunk,
     Refused,
     Relay,
     Relayed,
@@ -144,7 +144,7 @@ class Groups:
             GroupLost: self.accused,
             Relay: self.relay,
             Relayed: self.relayed,
-            Fold: self.fold,
+            ReduceChunk: self.reduce,
         }
 
     # ------------------------------------------------------------------ meeting
@@ -296,12 +296,12 @@ class Groups:
         window.remove(rank, relayed.messages)
         return [SendTo(sender, Relayed(rank, relayed.messages))]
 
-    def fold(self, member: Member, fold: Fold, now: float) -> list[HubEffect]:
+    def reduce(self, member: Member, chunk: ReduceChunk, now: float) -> list[HubEffect]:
         """Have a chunk reduced; nothing if somebody of the group is lost."""
         group = self._in.get(member.peer)
         if group is None or not group.whole:
             return []
-        return [Combine(group.generation, group.here[member.peer], tuple(group.here), fold)]
+        return [Combine(group.generation, group.here[member.peer], tuple(group.here), chunk)]
 
 
 def _dispute(forming: _Forming, name: str, asked: JoinGroup) -> tuple[Member | None, str]:

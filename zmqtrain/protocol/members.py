@@ -29,7 +29,6 @@ from zmqtrain.protocol.messages import (
     MAX_NAME,
     Announcement,
     Fetch,
-    Fold,
     Goodbye,
     GroupLost,
     Heartbeat,
@@ -40,6 +39,7 @@ from zmqtrain.protocol.messages import (
     Probe,
     Promote,
     Publish,
+    ReduceChunk,
     Relay,
     Relayed,
     Report,
@@ -153,7 +153,7 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     Holding: frozenset({MemberState.STANDBY}),
     Promote: frozenset({MemberState.OBSERVER}),
     Stop: frozenset({MemberState.OBSERVER}),
-    **dict.fromkeys((JoinGroup, GroupLost, Relay, Relayed, Fold), frozenset({MemberState.PROCESS})),
+    **dict.fromkeys((JoinGroup, GroupLost, Relay, Relayed, ReduceChunk), frozenset({MemberState.PROCESS})),
     **dict.fromkeys(KEY_REQUESTS, frozenset({MemberState.PROCESS})),
 }
 MEMBER_TRANSITIONS: dict[MemberState, frozenset[MemberState]] = {

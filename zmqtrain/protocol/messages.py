@@ -118,7 +118,7 @@ class Relayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class ReduceChunk:
     """Process to hub: reduce this chunk with that of every other rank. `size` bytes come behind it, in frames: the last
     one is the values, those before it are the sender's own and come back.
 
@@ -132,15 +132,15 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """Hub to process: a chunk of all ranks, reduced, in the frames behind it: the receiver's own of its Fold, and the
+class ReducedChunk:
+    """Hub to process: a reduced chunk of all ranks. Behind it: the frames of the receiver's own ReduceChunk, and the
     values."""
 
     key: int
     size: int
 
 
-GroupMessage = JoinGroup | Forming | Group | GroupLost | Leave | Relay | Relayed | Fold | Folded
+GroupMessage = JoinGroup | Forming | Group | GroupLost | Leave | Relay | Relayed | ReduceChunk | ReducedChunk
 
 
 @dataclass(frozen=True, slots=True)
