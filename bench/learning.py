@@ -44,7 +44,7 @@ from zmqtrain.broker.broker import Broker
 from zmqtrain.broker.serve import serve
 from zmqtrain.programs import parse_arguments
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.train.step import LocalStep
+from zmqtrain.train.step import LocalStep, LoopHooks
 
 import codec_learning
 from learning_tasks import BEST_RATE, METHODS, RATES, Method, Mode, Task, default_tasks, quick
@@ -139,7 +139,7 @@ def be_node(job: dict[str, Any]) -> None:
     with connect(job["address"], job["name"]) as node:
         settings = node.settings
         program = load_program(settings.program, parse_arguments(settings.program_arguments))
-        result = TrainingLoop(program, node, watch=pace(job["step_seconds"])).run(node.batches(program))
+        result = TrainingLoop(program, node, LoopHooks(watch=pace(job["step_seconds"]))).run(node.batches(program))
     figures = result.statistics
     answer(
         {

@@ -241,7 +241,7 @@ def _be_broker(job: Job, folder: Path) -> None:
 def _be_node(job: Job, number: int) -> None:
     """Compile the step, join when told, train at the pace of the place until the bench ends this process."""
     from zmqtrain import TrainingLoop, connect
-    from zmqtrain.train.step import LocalStep
+    from zmqtrain.train.step import LocalStep, LoopHooks
 
     from learning import pace
 
@@ -273,7 +273,7 @@ def _be_node(job: Job, number: int) -> None:
         say(asdict(sync.statistics()))
 
     with connect(address, f"pc-{number}", timeout_seconds=60.0) as node:
-        TrainingLoop(program, node, watch=lambda step, loss: paces[0](step, loss), make_sync=make_sync).run(
+        TrainingLoop(program, node, LoopHooks(watch=lambda step, loss: paces[0](step, loss)), make_sync).run(
             node.batches(program)
         )
 

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from zmqtrain.node.node import Node
     from zmqtrain.parameter_server.parameter_client import ParameterClient
     from zmqtrain.programs import load_program
-    from zmqtrain.train.gradients import GradientLoop
+    from zmqtrain.train.gradients import GradientLoop, GradientOptions
     from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.program import Program
+    from zmqtrain.train.step import LoopHooks
     from zmqtrain.train.sync import DelayedSync
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "DelayedSync",
     "TrainingLoop",
     "GradientLoop",
+    "GradientOptions",
+    "LoopHooks",
     "Program",
     "load_program",
     "load_model",
@@ -78,6 +81,8 @@ _HOMES = {
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",
     "GradientLoop": "zmqtrain.train.gradients",
+    "GradientOptions": "zmqtrain.train.gradients",
+    "LoopHooks": "zmqtrain.train.step",
     "Program": "zmqtrain.train.program",
     "load_program": "zmqtrain.programs",
 }

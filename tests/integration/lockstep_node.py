@@ -18,7 +18,8 @@ import numpy as np
 from tests.train.processes import REGRESSION
 from zmqtrain.node.connect import connect
 from zmqtrain.synchronous.exchanges import open_gradients, read_exchange, unit_wait_seconds
-from zmqtrain.train.gradients import GradientLoop
+from zmqtrain.train.gradients import GradientLoop, GradientOptions
+from zmqtrain.train.step import LoopHooks
 
 HELD_BEFORE_STEP = 8
 DATA_SECONDS = 60.0
@@ -34,7 +35,7 @@ def train(hub, name, exchange, data_seconds=None, **options):
     with connect(hub, name, exchange=choice.name, timeout_seconds=60.0) as node:
         batches = node.batches_as_they_come(REGRESSION, data_seconds or unit_wait_seconds(node.settings))
         gradients = partial(open_gradients, choice, node, None)
-        return GradientLoop(REGRESSION, node, gradients, **{"bucket_bytes": 100} | options).run(batches)
+        return GradientLoop(REGRESSION, node, gradients, GradientOptions(100), LoopHooks(**options)).run(batches)
 
 
 def hold():

@@ -18,6 +18,7 @@ from zmqtrain.programs import load_program
 from zmqtrain.sim.replay import replay
 from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop
+from zmqtrain.train.step import LoopHooks
 
 TOY = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2, "batches_per_unit": 8}
 PROGRAM_ARGUMENTS = ",".join(f"{name}={value}" for name, value in TOY.items())
@@ -51,7 +52,9 @@ class RecordedNode:
             self.after()
             recorder = NodeRecorder(self.path)
             with recorder, connect(self.address, self.name, events=recorder) as self.node:
-                result = TrainingLoop(self.program, self.node, watch=self._count).run(self.node.batches(self.program))
+                result = TrainingLoop(self.program, self.node, LoopHooks(watch=self._count)).run(
+                    self.node.batches(self.program)
+                )
                 recorder.ended({"steps": result.statistics.steps}, host_leaves(result.params))
         except BaseException as error:
             self.failure = error

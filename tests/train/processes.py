@@ -18,7 +18,8 @@ from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.core.types import ExchangeStatistics, Update
 from zmqtrain.synchronous.exchanges import AllreduceExchange
-from zmqtrain.train.gradients import GradientLoop
+from zmqtrain.train.gradients import GradientLoop, GradientOptions
+from zmqtrain.train.step import LoopHooks
 
 SAMPLES = 16
 SECONDS = 60.0
@@ -187,7 +188,11 @@ class Process(threading.Thread):
         self.exchange = AllreduceExchange(group, algorithm)
         self.batches = batches
         self.result = self.failure = None
-        self.loop = GradientLoop(program or REGRESSION, self.run_of, lambda model, version: self.exchange, **options)
+        hooks = LoopHooks(**{name: options.pop(name) for name in ("stop", "watch", "before_step") if name in options})
+        options = GradientOptions(**options)
+        self.loop = GradientLoop(
+            program or REGRESSION, self.run_of, lambda model, version: self.exchange, options, hooks
+        )
 
     def run(self):
         try:

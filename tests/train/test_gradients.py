@@ -12,7 +12,7 @@ import pytest
 
 from tests.train.processes import REGRESSION, SAMPLES, Ended, Process, Regression, Run, batches_of, finish, group_of
 from zmqtrain.core.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
-from zmqtrain.train.gradients import GradientLoop, _SynchronousRun
+from zmqtrain.train.gradients import GradientLoop, GradientOptions, _SynchronousRun
 from zmqtrain.train.minibatch import FixedMinibatch
 from zmqtrain.train.step import MinibatchStep
 
@@ -171,7 +171,12 @@ def test_overlapped_steps_are_equal_on_all_and_lose_no_sample(batches):
 
 def test_overlap_needs_to_know_which_micro_batch_is_the_last():
     with pytest.raises(ConfigError, match="overlap=next needs steps of a fixed number"):
-        GradientLoop(REGRESSION, Run("pc-1", minibatch="timed:seconds=1"), lambda model, version: None, overlap="next")
+        GradientLoop(
+            REGRESSION,
+            Run("pc-1", minibatch="timed:seconds=1"),
+            lambda model, version: None,
+            GradientOptions(overlap="next"),
+        )
 
 
 def test_nodes_with_parameters_of_their_own_are_not_in_lockstep():

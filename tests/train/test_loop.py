@@ -8,6 +8,7 @@ import optax
 
 from tests.train.scripted_exchange import ScriptedExchange
 from zmqtrain.train.loop import TrainingLoop
+from zmqtrain.train.step import LoopHooks
 
 
 class Line:
@@ -35,9 +36,9 @@ def test_the_loop_trains_reports_drains_and_scores():
     exchange = ScriptedExchange(every=4, seed=10, evaluate_seconds=0.0)
     exchange.lands_at_once = True
     watched = []
-    result = TrainingLoop(Line(), exchange, watch=lambda step, loss: watched.append((step, float(loss)))).run(
-        np.ones(6, np.float32)
-    )
+    result = TrainingLoop(
+        Line(), exchange, LoopHooks(watch=lambda step, loss: watched.append((step, float(loss))))
+    ).run(np.ones(6, np.float32))
     np.testing.assert_array_equal(result.params["w"], [4.0, 4.0, 4.0])
     assert result.scores == {"loss": 4.0} and exchange.scores == [({"loss": 4.0}, exchange.version)]
     assert watched == [(step, 3.0 * (11.0 - step)) for step in range(1, 7)]
@@ -48,7 +49,10 @@ def test_the_loop_stops_when_it_is_told_to():
     exchange = ScriptedExchange(every=4)
     exchange.lands_at_once = True
     told = iter([False, False, True])
-    assert TrainingLoop(Line(), exchange, stop=lambda: next(told)).run(np.ones(9, np.float32)).statistics.steps == 2
+    assert (
+        TrainingLoop(Line(), exchange, LoopHooks(stop=lambda: next(told))).run(np.ones(9, np.float32)).statistics.steps
+        == 2
+    )
 
 
 def test_the_evaluator_scores_the_shared_parameters_not_its_own():

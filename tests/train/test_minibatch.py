@@ -26,7 +26,7 @@ from zmqtrain.train.minibatch import (
     dynamic_every,
     minibatch_from_spec,
 )
-from zmqtrain.train.step import LocalStep, MinibatchStep, StepHooks, TrainState
+from zmqtrain.train.step import LocalStep, LoopHooks, MinibatchStep, TrainState
 
 
 class Line:
@@ -83,7 +83,7 @@ def stepper(text, program=None, part_seconds=0.0, step_seconds=0.0):
         program or Line(),
         minibatch_from_spec(text),
         clock,
-        StepHooks(lambda: clock.sleep(step_seconds), lambda: clock.sleep(part_seconds)),
+        LoopHooks(before_step=lambda: clock.sleep(step_seconds), before_part=lambda: clock.sleep(part_seconds)),
     )
     return step, clock
 
@@ -195,7 +195,7 @@ def test_as_many_parts_are_used_as_can_be_begun_in_time():
     following, state, expected, used = iter(given), step.init(0), local.init(0), 0
     whole = joined(given)
     for number, cost in enumerate([0.3, 0.25, 0.4, 5.0, 0.11], start=1):  # a part is begun while less than 1 s is over
-        step.hooks = StepHooks(before_part=lambda cost=cost: clock.sleep(cost))
+        step.hooks = LoopHooks(before_part=lambda cost=cost: clock.sleep(cost))
         parts = {1: 4, 2: 4, 3: 3, 4: 1, 5: 10}[number]
         began = clock.now
         state, loss, samples = step.step(state, following)
@@ -247,7 +247,7 @@ tally_stepper = cache(lambda partitions: stepper(f"timed:seconds=1,partitions={p
 def test_every_sample_is_used_once_and_in_order_whatever_the_parts_cost(costs, partitions):
     step, clock = tally_stepper(partitions)
     costs_of_parts = cycle(costs)
-    step.hooks = StepHooks(before_part=lambda: clock.sleep(next(costs_of_parts)))
+    step.hooks = LoopHooks(before_part=lambda: clock.sleep(next(costs_of_parts)))
     following, state, used = iter(np.eye(32, dtype=np.float32).reshape(4, 8, 32)), step.init(0), 0
     before = np.zeros(32)
     while (result := step.step(state, following)) is not None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rich.table import Table
 
@@ -302,6 +302,7 @@ def _train(
     access: Access,
 ) -> TrainingResult:
     from zmqtrain.train.loop import TrainingLoop  # imports jax: not before the hub has answered
+    from zmqtrain.train.step import LoopHooks
     from zmqtrain.train.sync import DelayedSync
 
     lockstep, wait_seconds = config.lockstep, unit_wait_seconds(node.settings)
@@ -309,20 +310,18 @@ def _train(
     batches = paced(interruption.watch(coming), config.pace_seconds)
     slow = induced.compute_delays(node.name)
     node.message_delay = induced.message_delays(node.name) if induced.message_sigma else None
-    options: dict[str, Any] = {
-        "stop": interruption,
-        "before_step": lambda: time.sleep(slow()),
-        "make_sync": partial(DelayedSync, anchor=config.anchor),
-    }
+    hooks = LoopHooks(stop=interruption, before_step=lambda: time.sleep(slow()))
+    make_sync = partial(DelayedSync, anchor=config.anchor)
     try:
         if lockstep is None:
-            return TrainingLoop(program, node, **options).run(batches)
-        from zmqtrain.train.gradients import GradientLoop
+            return TrainingLoop(program, node, hooks, make_sync).run(batches)
+        from zmqtrain.train.gradients import GradientLoop, GradientOptions
 
+        options = GradientOptions(lockstep.bucket_bytes)
         if isinstance(lockstep, Allreduce):
-            options |= {"overlap": lockstep.overlap, "check_steps": lockstep.check_steps}
+            options = GradientOptions(lockstep.bucket_bytes, lockstep.overlap, lockstep.check_steps)
         gradients = partial(open_gradients, lockstep, node, access.credentials)
-        return GradientLoop(program, node, gradients, bucket_bytes=lockstep.bucket_bytes, **options).run(batches)
+        return GradientLoop(program, node, gradients, options, hooks, make_sync).run(batches)
     except ModelMismatch as error:
         raise ModelMismatch(
             f"{error}. The run's model was made from the program arguments (and the data) that its first node had, or "

@@ -33,6 +33,7 @@ from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop
 from zmqtrain.train.minibatch import TimedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
+from zmqtrain.train.step import LoopHooks
 
 FOREVER = 1e12
 
@@ -188,7 +189,7 @@ class _Replay:
     def _live(self, script: NodeScript) -> None:
         exchange = ScriptedExchange(self.scheduler, self.hub, script)
         program = NodeProgram(self._load(script.data), SimNode(name=script.name, **script.spoilt))
-        loop = TrainingLoop(program, exchange, before_part=self._deadlines(script, program))
+        loop = TrainingLoop(program, exchange, LoopHooks(before_part=self._deadlines(script, program)))
         try:
             self.params[script.peer] = loop.run(_batches(script, program)).params
             if (left := exchange.left) is not None:

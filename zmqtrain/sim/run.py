@@ -37,6 +37,7 @@ from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop, TrainingResult
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program
+from zmqtrain.train.step import LoopHooks
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.pacing import LinkShare
 
@@ -235,15 +236,8 @@ class _Simulation:
             loss_before.append((self.scheduler.now, node.name, number, loss))
             self.steps[node.name, life] = number
 
-        loop = TrainingLoop(
-            program,
-            exchange,
-            stop=lambda: self.scheduler.now >= node.leaves_at,
-            watch=watch,
-            before_step=before_step,
-            before_part=before_part,
-            make_sync=self.make_sync,
-        )
+        hooks = LoopHooks(lambda: self.scheduler.now >= node.leaves_at, watch, before_step, before_part)
+        loop = TrainingLoop(program, exchange, hooks, self.make_sync)
         batches = exchange.batches(program.batches)
         try:
             result = loop.run(islice(batches, node.steps) if node.steps else batches)

@@ -21,7 +21,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +39,7 @@ from zmqtrain.train.leaves import host_leaves, host_state, placed_like
 from zmqtrain.train.loop import TrainingResult
 from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
-from zmqtrain.train.step import COMPILED_KEPT, Gradient, MinibatchStep, StepHooks, TrainState, describe_model
+from zmqtrain.train.step import COMPILED_KEPT, NO_HOOKS, Gradient, LoopHooks, MinibatchStep, TrainState, describe_model
 from zmqtrain.train.sync import FLUSH_SECONDS, DelayedSync, SyncStatistics
 from zmqtrain.train.synchronous import BUCKET_BYTES, Overlap
 
@@ -51,22 +51,34 @@ ALONE_SECONDS = 10.0
 """So long a process that was asked to stop waits for the run to take its parameters, which takes all processes."""
 
 
+@dataclass(frozen=True)
+class GradientOptions:
+    """How gradients are exchanged.
+
+    bucket_bytes: gradients travel in pieces of about so many bytes: one is on the wire while the next comes from the
+    device.
+    overlap: "none" exchanges the mean of a step's m micro-batches when the last one is computed. With C the time of one
+    and X that of an exchange, a step takes m C + X, and its gradients travel once. To exchange each micro-batch's
+    gradient beside the next one's computation would send m times the bytes and gain nothing: the last one still takes
+    X, and where X > C the others wait for the wire as well (C + m X).  "next" exchanges the earlier micro-batches
+    beside the last one: a step takes (m - 1) C + max(C, X), as many bytes travel, and up to C is hidden. The price: the
+    last micro-batch's gradient counts in the next step, one step late (with m = 1, every one).
+    check_steps: compare checksums every so many steps; 0: at the end alone.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+    overlap: Overlap = "none"
+    check_steps: int = 0
+
+
+DEFAULTS = GradientOptions()
+
+
 class GradientLoop:
     """Train a Program in lockstep with the others of its run, until the data of all has ended.
 
-    open_gradients: makes the way to the others, once this node has joined the run, for its model, at the version of
-    its parameters; the loop closes it.
-    bucket_bytes: gradients travel in pieces of about so many bytes: one is on the wire while the next comes from the
-    device.
-    overlap: "none" (the default) exchanges the mean of a step's m micro-batches when the last one is computed. With C
-    the time of one and X that of an exchange, a step takes m C + X, and its gradients travel once. To exchange each
-    micro-batch's gradient beside the next one's computation would send m times the bytes and gain nothing: the last
-    one still takes X, and where X > C the others wait for the wire as well (C + m X).  "next" exchanges what is there
-    before the last micro-batch, beside that: a step takes (m - 1) C + max(C, X), as many bytes travel, and up to C is
-    hidden. The price: the last micro-batch's gradient counts in the next step, one step late (with m = 1, every one).
-    check_steps: compare checksums every so many steps; 0: at the end alone.
-    stop: asks this node to leave; where all are asked, the run ends in order.  watch, before_step, before_part,
-    make_sync: as for `TrainingLoop`.
+    open_gradients: opens the exchange with the others, once this node has joined the run, for its model, at the version
+    of its parameters; the loop closes it.  make_sync: as for `TrainingLoop`.
     """
 
     def __init__(
@@ -74,19 +86,12 @@ class GradientLoop:
         program: Program,
         exchange: Exchange,
         open_gradients: Callable[[ModelSpec, Version], GradientExchange],
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        overlap: Overlap = "none",
-        check_steps: int = 0,
-        stop: Callable[[], bool] = lambda: False,
-        watch: Callable[[int, jax.Array], None] | None = None,
-        before_step: Callable[[], None] = lambda: None,
-        before_part: Callable[[], None] = lambda: None,
+        options: GradientOptions = DEFAULTS,
+        hooks: LoopHooks = NO_HOOKS,
         make_sync: Callable[..., DelayedSync] = DelayedSync,
     ) -> None:
         self.program, self.exchange, self.open_gradients = program, exchange, open_gradients
-        self.bucket_bytes, self.overlap, self.check_steps = bucket_bytes, overlap, check_steps
-        self.stop, self.watch, self.make_sync = stop, watch, make_sync
+        self.options, self.hooks, self.make_sync = options, hooks, make_sync
         settings = exchange.settings
         if settings.initial == "own" or settings.elastic < 1:
             raise ConfigError(
@@ -95,13 +100,13 @@ class GradientLoop:
                 "and --elastic 1, or the nodes without --exchange"
             )
         minibatch = minibatch_from_spec(settings.minibatch)
-        if overlap == "next" and not isinstance(minibatch, FixedMinibatch):
+        if options.overlap == "next" and not isinstance(minibatch, FixedMinibatch):
             raise ConfigError(
                 f"overlap=next needs steps of a fixed number of micro-batches, and this run's minibatch is "
                 f"{settings.minibatch!r}: say --minibatch fixed:batches=4 where the broker is started, or overlap=none"
             )
         self.early_batches = minibatch.batches - 1 if isinstance(minibatch, FixedMinibatch) else 0
-        self.local = _GradientStep(program, minibatch, exchange.clock, StepHooks(before_step, before_part))
+        self.local = _GradientStep(program, minibatch, exchange.clock, hooks)
         self.local.trains_apart = settings.trains_apart
 
     def run(self, batches: Iterable[Any | None]) -> TrainingResult:
@@ -113,10 +118,10 @@ class GradientLoop:
         on all processes (what they have learnt is in the run, as the mean of all).
         """
         began = self.exchange.clock.monotonic()
-        sync, state = begin(self.program, self.exchange, self.local, self.stop, self.make_sync)
+        sync, state = begin(self.program, self.exchange, self.local, self.hooks.stop, self.make_sync)
         gradients = self.open_gradients(describe_model(state.params), sync.version)
         try:
-            lockstep = _SynchronousRun(self, sync, gradients, state, _Coming(batches, self.stop))
+            lockstep = _SynchronousRun(self, sync, gradients, state, _Coming(batches, self.hooks))
             del state
             ended = lockstep.train()
         finally:
@@ -125,7 +130,7 @@ class GradientLoop:
         if ended:
             sync.take_note(lockstep.steps, lockstep.samples)
             # through a server nobody knows whether the others were asked to stop as well
-            seconds = ALONE_SECONDS if gradients.gives_weights and self.stop() else FLUSH_SECONDS
+            seconds = ALONE_SECONDS if gradients.gives_weights and self.hooks.stop() else FLUSH_SECONDS
             before = sync.version
             params = sync.finish(params, seconds, moved=lockstep.moved)
             if lockstep.steps and sync.version == before:
@@ -158,8 +163,8 @@ class _GradientStep(MinibatchStep):
 class _Coming:
     """Batches as they come: None when there is none now; over: when there will be none."""
 
-    def __init__(self, batches: Iterable[Any | None], stop: Callable[[], bool]) -> None:
-        self._batches, self._stop, self.over = iter(batches), stop, False
+    def __init__(self, batches: Iterable[Any | None], hooks: LoopHooks) -> None:
+        self._batches, self._hooks, self.over = iter(batches), hooks, False
 
     def __iter__(self) -> Iterator[Any | None]:
         return self
@@ -171,7 +176,7 @@ class _Coming:
             except StopIteration:
                 self.over = True
             else:
-                self.over = self._stop()
+                self.over = self._hooks.stop()
                 if not self.over:
                     return batch
         raise StopIteration
@@ -220,7 +225,7 @@ class _SynchronousRun:
         self.difference: ReplicasDiffer | None = None
         self._coming, self._clock = coming, loop.exchange.clock
         self._model = describe_model(state.params)
-        self._functions = _functions(self._model, loop.bucket_bytes, loop.program.optimizer)
+        self._functions = _functions(self._model, loop.options.bucket_bytes, loop.program.optimizer)
         self._work: Gradient | None = None  # drawn, and not in a completed step
         self._late: Gradient | None = None  # of the last micro-batch, where that counts in the next step
         self._loss: Any = float("nan")
@@ -261,7 +266,7 @@ class _SynchronousRun:
             figures,
             steps=self.steps,
             aggregates_applied=self.steps,
-            age_steps=float(self.loop.overlap == "next"),
+            age_steps=float(self.loop.options.overlap == "next"),
             held_seconds=self._held_seconds,
             bytes_sent=figures.bytes_sent + sent,
             bytes_received=figures.bytes_received + received,
@@ -291,13 +296,13 @@ class _SynchronousRun:
             self.state = self._functions.step(self.state, answers)
         self._completed(self.steps + 1)
         self._say()
-        every = self.loop.check_steps
+        every = self.loop.options.check_steps
         return not (every and self.steps % every == 0) or self._compare()
 
     def _next_gradient(self) -> Gradient | None:
         """Begin to compute what is exchanged next; None when there is no data now."""
         local, params = self.loop.local, self.state.params
-        if self.loop.overlap == "none":
+        if self.loop.options.overlap == "none":
             return local.gradient(params, self._coming)
         early = local.gradient(params, self._coming, self.loop.early_batches) if self.loop.early_batches else None
         work, self._late = self._late, local.gradient(params, self._coming, 1, begins=early is None)
@@ -344,8 +349,7 @@ class _SynchronousRun:
     def _say(self) -> None:
         exchange = self.loop.exchange
         exchange.report(step=self.steps, samples=self.samples, loss=self._loss, age_steps=0.0, offers_refused=0)
-        if self.loop.watch is not None:
-            self.loop.watch(self.steps, self._loss)
+        self.loop.hooks.watch(self.steps, self._loss)
         every, now = exchange.settings.evaluate_seconds, self._clock.monotonic()
         if every > 0 and now - self._evaluated >= every and exchange.state().is_evaluator:
             exchange.report_scores(self.loop.program.evaluate(self.state.params), self.sync.version)
@@ -353,7 +357,7 @@ class _SynchronousRun:
 
     def _is_leaving(self) -> bool:
         """Return whether this process was asked to stop, and the others were not for so long that it leaves them."""
-        if not self.loop.stop():
+        if not self.loop.hooks.stop():
             return False
         now = self._clock.monotonic()
         self._asked_at = now if self._asked_at is None else self._asked_at

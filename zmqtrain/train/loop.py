@@ -1,7 +1,4 @@
-"""Train a Program through an exchange, from joining the run to the last score.
-
-Rule: what is trained is the program's, when it is exchanged is `DelayedSync`'s; here they meet.
-"""
+"""Trains a Program through an exchange, from joining the run to the last score."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
-
 from zmqtrain.core.interfaces import Describes, Exchange
 from zmqtrain.train.apart import begin, follow, pack_moments
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program, data_of
-from zmqtrain.train.step import MinibatchStep, StepHooks, TrainState
+from zmqtrain.train.step import NO_HOOKS, LoopHooks, MinibatchStep, TrainState
 from zmqtrain.train.sync import DelayedSync, SyncStatistics
 
 
@@ -50,37 +45,26 @@ class TrainingResult:
 class TrainingLoop:
     """Train a Program through an exchange until its data ends or `stop` says so.
 
-    watch: called after each step with the step's number and its loss (a device scalar that may not be ready).
-    before_step, before_part: as for `MinibatchStep`.  make_sync: makes what keeps the node in step, to compare with.
+    make_sync: makes another `DelayedSync`, to compare with.
     """
 
     def __init__(
         self,
         program: Program,
         exchange: Exchange,
-        *,
-        stop: Callable[[], bool] = lambda: False,
-        watch: Callable[[int, jax.Array], None] | None = None,
-        before_step: Callable[[], None] = lambda: None,
-        before_part: Callable[[], None] = lambda: None,
+        hooks: LoopHooks = NO_HOOKS,
         make_sync: Callable[..., DelayedSync] = DelayedSync,
     ) -> None:
-        self.program, self.exchange, self.stop, self.watch = program, exchange, stop, watch
-        self.before_step, self.before_part, self.make_sync = before_step, before_part, make_sync
+        self.program, self.exchange, self.hooks, self.make_sync = program, exchange, hooks, make_sync
 
     def run(self, batches: Iterable[Any]) -> TrainingResult:
         """Join, train, drain what is pending, score the result. Raises what joining, offering and the program raise."""
         began = self.exchange.clock.monotonic()
         settings, program = self.exchange.settings, self.program
-        local = MinibatchStep(
-            program,
-            minibatch_from_spec(settings.minibatch),
-            self.exchange.clock,
-            StepHooks(self.before_step, self.before_part),
-        )
+        local = MinibatchStep(program, minibatch_from_spec(settings.minibatch), self.exchange.clock, self.hooks)
         if isinstance(self.exchange, Describes) and (digests := data_of(program)):
             self.exchange.describe(data=digests)
-        sync, state = begin(program, self.exchange, local, self.stop, self.make_sync)
+        sync, state = begin(program, self.exchange, local, self.hooks.stop, self.make_sync)
         if settings.mode == "strict" and not sync.resumed:
             sync.save(state.params, state.opt_state, wait=True)
         coming, number, trained, evaluated = self._until_stopped(batches), 0, 0, -1.0
@@ -90,8 +74,7 @@ class TrainingLoop:
             moments = partial(pack_moments, state.opt_state) if not settings.fresh_moments else tuple
             params = sync.step(state.params, score=loss, samples=samples, moments=moments, state=state.opt_state)
             state = follow(program, sync, TrainState(params, state.opt_state))
-            if self.watch is not None:
-                self.watch(number, loss)
+            self.hooks.watch(number, loss)
             if self._evaluation_due(evaluated):
                 self.exchange.report_scores(self.program.evaluate(sync.params), sync.version)
                 evaluated = self.exchange.clock.monotonic()
@@ -104,7 +87,7 @@ class TrainingLoop:
 
     def _until_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
-            if self.stop():
+            if self.hooks.stop():
                 return
             yield batch
 

@@ -303,16 +303,23 @@ def _working_bytes(compiled: Any) -> int:
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class StepHooks:
-    """Called in the training thread: once in each step, and before each gradient.
+@dataclass(frozen=True)
+class LoopHooks:
+    """Functions of the caller that a training loop calls.
 
-    An experiment makes its node slow there (the time of both counts against a timed step's), and a simulation moves its
-    clock, which nothing else does.
+    stop: asks whether this node is to leave; where all nodes of a synchronous run are asked, it ends in order.
+    watch: called after each step with its number and its loss (a device scalar that may not be ready).
+    before_step, before_part: called once in each step, and before each gradient: there, an experiment makes this node
+    slow (the time of both counts against a timed step's), and a simulation moves its clock, which nothing else does.
     """
 
+    stop: Callable[[], bool] = lambda: False
+    watch: Callable[[int, jax.Array], None] = lambda number, loss: None
     before_step: Callable[[], None] = lambda: None
     before_part: Callable[[], None] = lambda: None
+
+
+NO_HOOKS = LoopHooks()
 
 
 class MinibatchStep:
@@ -325,8 +332,8 @@ class MinibatchStep:
     Source: Anytime Minibatch, Ferdinand et al. 2019; Async-Timed, Al-Lawati et al., JSAIT 2021.
     """
 
-    def __init__(self, program: Program, minibatch: Minibatch, clock: Clock, hooks: StepHooks | None = None) -> None:
-        self.program, self.minibatch, self.clock, self.hooks = program, minibatch, clock, hooks or StepHooks()
+    def __init__(self, program: Program, minibatch: Minibatch, clock: Clock, hooks: LoopHooks = NO_HOOKS) -> None:
+        self.program, self.minibatch, self.clock, self.hooks = program, minibatch, clock, hooks
         self._partitions, self._most_parts, self._seconds = 1, inf, inf
         if isinstance(minibatch, FixedMinibatch):
             self._most_parts = minibatch.batches
