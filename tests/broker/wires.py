@@ -11,7 +11,7 @@ from tests.fixed import fixed_run
 from tests.stories import WAIT, lived_through
 from zmqtrain.averaging.coder import DENSE, DeltaCoder, encode_snapshot
 from zmqtrain.broker.broker import Broker, BrokerOptions
-from zmqtrain.broker.core import Access
+from zmqtrain.broker.core import BrokerAccess
 from zmqtrain.core.types import Lane, LeafSpec, Offer
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import Fetch, Group, Hello, JoinGroup, Publish, Snapshot, model_to_wire
@@ -97,8 +97,8 @@ class Peers:
         self.transfer(peer, lambda s: Publish(transfer, sequence, 0, 0, DENSE, s, samples, 1, nan, dense), frames)
 
 
-class Operators(Access):
-    """Access for a test. operator: every peer may end the run."""
+class Operators(BrokerAccess):
+    """BrokerAccess for a test. operator: every peer may end the run."""
 
     turned_away = 0
 

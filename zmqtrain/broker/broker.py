@@ -21,7 +21,7 @@ from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.broker.admin import AdminService
 from zmqtrain.broker.checkpoint import Keeper, new_run
-from zmqtrain.broker.core import Access, BrokerCore, EffectHandlers, LoadMeter, MessageHandlers
+from zmqtrain.broker.core import BrokerAccess, BrokerCore, EffectHandlers, LoadMeter, MessageHandlers
 from zmqtrain.broker.deltas import PendingUploads, ReleasePipeline
 from zmqtrain.broker.snapshots import SnapshotService
 from zmqtrain.broker.standby import Registration, StandbyService, TakeoverState
@@ -273,7 +273,7 @@ class Broker:
         channel: HubChannel,
         settings: RunSettings,
         options: BrokerOptions | None = None,
-        access: Access | None = None,
+        access: BrokerAccess | None = None,
     ) -> None:
         self.channel, self.settings, self.options = channel, canonical(settings), options or BrokerOptions()
         options, registration, takeover = self.options, self.options.registration, self.options.takeover
@@ -282,7 +282,7 @@ class Broker:
         self.hub = self._make_hub()
         shard = self.hub.shard
         self.aggregator = Aggregator(self.settings, shard) if takeover is None else takeover.aggregator
-        self.core = BrokerCore(channel, self.hub, self.aggregator, access or Access(), options.events)
+        self.core = BrokerCore(channel, self.hub, self.aggregator, access or BrokerAccess(), options.events)
         self.log, self.codec, self.downlink = self.core.log, self.core.codec, self.core.downlink
         self._copies = CodecExecutor("zmqtrain-snapshots", self.core.stop)
         every = every_from_text(options.checkpoint_every, self.settings.mode == "strict")

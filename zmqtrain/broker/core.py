@@ -52,7 +52,7 @@ class Service(Protocol):
     effects: EffectHandlers
 
 
-class Access:
+class BrokerAccess:
     """Who may do what at a broker's port, and how the broker reaches another. This one: a port without keys, alone.
 
     turned_away: connections and messages that the channel has refused in the last minute.
@@ -91,7 +91,7 @@ class BrokerCore:
     """
 
     def __init__(
-        self, channel: HubChannel, hub: Hub, aggregator: Aggregator, access: Access, events: BrokerEvents | None
+        self, channel: HubChannel, hub: Hub, aggregator: Aggregator, access: BrokerAccess, events: BrokerEvents | None
     ) -> None:
         self.channel, self.hub, self.aggregator, self.access = channel, hub, aggregator, access
         self.stop = asyncio.Event()

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics
 from zmqtrain.broker.checkpoint import RunFolders, new_run
-from zmqtrain.broker.core import Access
+from zmqtrain.broker.core import BrokerAccess
 from zmqtrain.broker.standby import MasterPlace, Registration, Standby, StandbyPlace, TakeoverState
 from zmqtrain.checkpoint.model_files import Beginning
 from zmqtrain.core.errors import ConfigError
@@ -109,7 +109,7 @@ class KeyWatcher:
         self._trouble = ""
 
 
-class RouterAccess(Access):
+class RouterAccess(BrokerAccess):
     """The rights of peers by the keys with which they came in. folder: of authorised keys; pair: the hub's own."""
 
     connects = True
@@ -119,23 +119,23 @@ class RouterAccess(Access):
 
     @property
     def turned_away(self) -> int:
-        """See Access."""
+        """See BrokerAccess."""
         return self._channel.turned_away
 
     def has_hub_keys(self, peer: PeerId) -> bool:
-        """See Access."""
+        """See BrokerAccess."""
         return self._folder is None or self._channel.name_of(peer) == HUB
 
     def key_name(self, peer: PeerId) -> str:
-        """See Access."""
+        """See BrokerAccess."""
         return self._channel.name_of(peer)
 
     def is_operator(self, peer: PeerId) -> bool:
-        """See Access: a peer with the hub's own keys, or, where there are no keys, one on this machine."""
+        """See BrokerAccess: a peer with the hub's own keys, or, where there are no keys, one on this machine."""
         return self._channel.is_of_this_machine(peer) if self._folder is None else self.has_hub_keys(peer)
 
     def dial(self, address: str, peer: PeerId) -> Channel:
-        """See Access."""
+        """See BrokerAccess."""
         server_key = None if self._pair is None else self._pair.public
         return DealerChannel.connect(address, peer=peer, keys=self._pair, server_key=server_key)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from safetensors.numpy import load, save
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
-from zmqtrain.broker.core import Access, BrokerCore, EffectHandlers, MessageHandlers
+from zmqtrain.broker.core import BrokerAccess, BrokerCore, EffectHandlers, MessageHandlers
 from zmqtrain.core.errors import (
     ChannelClosed,
     ConfigError,
@@ -258,7 +258,7 @@ class _Rival:
     """The session of a first broker with its lost standby's address: a standby that has taken over welcomes it with a
     higher term."""
 
-    def __init__(self, access: Access, address: str, run: str, term: int) -> None:
+    def __init__(self, access: BrokerAccess, address: str, run: str, term: int) -> None:
         self.address = address
         peer = PeerId(f"first#{secrets.token_hex(4)}")
         self.peer = Peer(peer, "the first broker", role="observer", incarnation=1)
@@ -314,7 +314,7 @@ class _FirstSession(NullListener):
     meanwhile: what goes on without the first.
     """
 
-    def __init__(self, peer: Peer, place: StandbyPlace | MasterPlace, access: Access, meanwhile: str) -> None:
+    def __init__(self, peer: Peer, place: StandbyPlace | MasterPlace, access: BrokerAccess, meanwhile: str) -> None:
         self._peer, self._first, self._wait_seconds = peer, place.first, place.wait_seconds
         self.stopped = False
         self._link = HubSession(access, peer, place.first, self, meanwhile=meanwhile)
@@ -346,7 +346,7 @@ class Standby(_FirstSession):
     then it answers each peer at its port that it is a standby, and counts that peer as one that misses the first.
     """
 
-    def __init__(self, channel: HubChannel, place: StandbyPlace, address: str, access: Access) -> None:
+    def __init__(self, channel: HubChannel, place: StandbyPlace, address: str, access: BrokerAccess) -> None:
         self.place, self.address = place, address
         peer = PeerId(f"standby#{secrets.token_hex(4)}")
         self.follower = Follower(peer, "the standby", address, begin_incarnation(0, time.time_ns()))
@@ -528,7 +528,7 @@ class Registration(_FirstSession):
     or its refusal, ends this master.  address: at which nodes reach this master.
     """
 
-    def __init__(self, place: MasterPlace, address: str, access: Access) -> None:
+    def __init__(self, place: MasterPlace, address: str, access: BrokerAccess) -> None:
         self.place, self.address = place, address
         self.name = f"master {place.shard}/{place.masters}"
         peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")

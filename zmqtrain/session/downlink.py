@@ -264,8 +264,7 @@ class Downlink:
         head = encode_message(message, self._owner.stamp(peer, True) if stamp is None else stamp)
         try:
             self._channel.send(peer, Lane.CONTROL, [head])
-            self.bytes_sent += len(head)
-            self._sending.pay(len(head), clock.monotonic())
+            self._count(len(head))
         except PeerLost:
             self._owner.unreachable(peer)
         except ChannelFull:
@@ -283,9 +282,7 @@ class Downlink:
         message: list[Buffer] = [encode_message(probed, self._owner.stamp(peer, False)), PADDING[:size]]
         with contextlib.suppress(PeerLost, ChannelFull, ChannelClosed):
             self._channel.send(peer, Lane.BULK, message)
-            moved = sum(len(frame) for frame in message)
-            self.bytes_sent += moved
-            self._sending.pay(moved, clock.monotonic())
+            self._count(sum(len(frame) for frame in message))
 
     def bulk_head(self, peer: PeerId, message: Message) -> bytes:
         """Return the head of a message to a peer on BULK, stamped with its connection."""
@@ -305,10 +302,12 @@ class Downlink:
             return True
         except ChannelClosed:
             return True
-        moved = sum(len(frame) for frame in frames)
-        self.bytes_sent += moved
-        self._sending.pay(moved, clock.monotonic())
+        self._count(sum(len(frame) for frame in frames))
         return True
+
+    def _count(self, size: int) -> None:
+        self.bytes_sent += size
+        self._sending.pay(size, clock.monotonic())
 
     def send_snapshot(
         self,
@@ -326,14 +325,10 @@ class Downlink:
 
         moments: frames of optimizer state, sent after those of the parameters.  The others: as in `Snapshot`.
         """
-        transfer, frames = self._next_transfer(), [*frames, *moments]
-        sizes = tuple(len(frame) for frame in frames)
-        announcement = Snapshot(transfer, version, sizes, landed, len(moments), reset, rewound, digest, first)
-        head, *chunks = _messages(announcement, frames, self._owner.stamp(peer, False))
-        if not self._line(peer).outbox.push(transfer, [head, *chunks[first:]], droppable=False):
-            return False
-        self._pump(peer)
-        return True
+        frames = [*frames, *moments]
+        sizes, count = tuple(len(frame) for frame in frames), len(moments)
+        snapshot = Snapshot(self._next_transfer(), version, sizes, landed, count, reset, rewound, digest, first)
+        return self._queue(peer, snapshot, frames, first)
 
     def holds_snapshot(self, peer: PeerId) -> bool:
         """Return whether a peer has not acknowledged all of a snapshot that it was sent."""
@@ -349,10 +344,8 @@ class Downlink:
     def send_values(self, peer: PeerId, request: int, version: Version, frames: Sequence[Buffer]) -> None:
         """Send the values that a client has requested; the caller has checked that there is room."""
         values = Values(self._next_transfer(), request, version, tuple(len(frame) for frame in frames))
-        messages = _messages(values, frames, self._owner.stamp(peer, False))
-        if not self._line(peer).outbox.push(values.transfer, messages, droppable=False):
+        if not self._queue(peer, values, frames):
             raise LocalProtocolError(f"{peer} was sent values without room for them")
-        self._pump(peer)
 
     def send_replica(self, peer: PeerId, version: Version, frames: Sequence[Buffer], state: int) -> bool:
         """Send the standby a copy of the hub, and releases from then on; False without room. state: as in `Replica`."""
@@ -360,11 +353,18 @@ class Downlink:
         outbox = self._line(peer).outbox
         outbox.limit_bytes = max(outbox.limit_bytes, 2 * sum(replica.sizes) + HEADS_BYTES)
         outbox.drop_droppable()
-        if not outbox.push(
-            replica.transfer, _messages(replica, frames, self._owner.stamp(peer, False)), droppable=False
-        ):
+        queued = self._queue(peer, replica, frames)
+        if queued:
+            self.follow(peer, True)
+        return queued
+
+    def _queue(
+        self, peer: PeerId, announcement: Snapshot | Replica | Values, frames: Sequence[Buffer], first: int = 0
+    ) -> bool:
+        """Queue a transfer, its chunks from `first` on, and send what goes now; False if there is no room for it."""
+        head, *chunks = _messages(announcement, frames, self._owner.stamp(peer, False))
+        if not self._line(peer).outbox.push(announcement.transfer, [head, *chunks[first:]], droppable=False):
             return False
-        self.follow(peer, True)
         self._pump(peer)
         return True
 
@@ -402,18 +402,16 @@ class Downlink:
 
     def acknowledged(self, peer: PeerId, credit: Credit) -> None:
         """Record that a peer has received chunks, and send what its window then lets through."""
-        line = self._lines.get(peer)
-        if line is not None:
-            before = line.outbox.in_flight_bytes
-            with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
-                line.outbox.acknowledged(credit.transfer, credit.chunks)
-            left = line.outbox.in_flight_bytes
-            now = clock.monotonic()
-            line.rate.over(before - left, now, idle=not left)
-            self._port.over(
-                before - left, now, idle=not any(one.outbox.in_flight_bytes for one in self._lines.values())
-            )
-            self._pump(peer)
+        if (line := self._lines.get(peer)) is None:
+            return
+        before = line.outbox.in_flight_bytes
+        with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
+            line.outbox.acknowledged(credit.transfer, credit.chunks)
+        left, now = line.outbox.in_flight_bytes, clock.monotonic()
+        line.rate.over(before - left, now, idle=not left)
+        all_idle = not any(one.outbox.in_flight_bytes for one in self._lines.values())
+        self._port.over(before - left, now, idle=all_idle)
+        self._pump(peer)
 
     def _next_transfer(self) -> int:
         self._transfer += 1
