@@ -7,11 +7,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from channels import kept_address
 
+from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.collectives import group_connection
 from zmqtrain.collectives.connect import open_port
 from zmqtrain.collectives.mesh import LEFT
 from zmqtrain.core.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused
+from zmqtrain.core.settings import RunSettings
 
 from meshes import WAIT_SECONDS, echoing, ports, send
 
@@ -136,3 +139,16 @@ def test_after_a_loss_the_survivors_meet_again_under_the_same_name(hub):
         with ports(hub, 2, group="again") as (anew, told):
             send(anew[0], 1, [b"hello"])
             told[1].wait(lambda one: one.messages == [(0, [b"hello"])])
+
+
+def test_a_group_that_waits_meets_at_the_broker_that_takes_the_place_of_a_lost_one():
+    options = {"group": "moved", "timeout_seconds": WAIT_SECONDS}
+    with kept_address() as address, ThreadPoolExecutor(3) as pool:
+        with BrokerThread(address, RunSettings()):
+            opened = [pool.submit(open_port, address, 3, name="first", **options)]
+            wait_until_it_waits(address, "first", group="moved")
+        with BrokerThread(address, RunSettings()):
+            opened += [pool.submit(open_port, address, 3, name=name, **options) for name in ("second", "third")]
+            for port in [one.result() for one in opened]:
+                assert set(port.names) == {"first", "second", "third"}
+                port.close()
