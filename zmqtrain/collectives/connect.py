@@ -50,16 +50,16 @@ def open_port(
 ) -> MeshPort:
     """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's port to all of them.
 
-    rank: which of them this one wants to be, 0 to size - 1; None: any (by arrival).  group: those who give the same
-    name meet.  description: must be the same for all of them.  name: for people; the host's name and the process's
-    number if not given.  server_key, keys: as for `zmqtrain.connect`, and none is looked for; then all connections are
+    rank: the wanted rank, 0 to size - 1; None: by arrival.  group: processes that give the same name meet.
+    description: must be the same for all of them.  name: for people; default: the host's name and the process's
+    number.  server_key, keys: as for `zmqtrain.connect`, but no key file is searched; with keys all connections are
     encrypted, and the processes let in nobody but each other, by keys made for this group.
     timeout_seconds: how long to wait for the hub and for the others.  direct_seconds: a process that is not reached
-    within this is sent to through the hub.  listen: where this process listens, port 0 chooses a free one ("": at the
-    address by which it reaches the hub); address: where the others reach it, if that is somewhere else.
+    directly within this is reached through the hub.  listen: where this process listens, port 0 chooses a free one
+    ("": at the address by which it reaches the hub); address: where the others reach it, if not there.
 
-    Raises ConfigError for what cannot be, HubUnreachable if no broker answers, JoinRefused if the others were started
-    with other arguments, CollectiveTimeout, which says who is here, if some are missing.
+    Raises ConfigError for invalid arguments, HubUnreachable if no broker answers, JoinRefused if the others were
+    started with other arguments, CollectiveTimeout, which names the processes here, if some are missing.
     """
     name = name or f"{socket.gethostname().partition('.')[0] or 'process'}-{os.getpid()}"
     if not name.isprintable() or len(name) > 64 or "#" in name:
@@ -123,11 +123,11 @@ class HubRendezvous:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed, up to some 60 MB a thread, for the next time that it is asked for.
+    """Make the C library keep freed memory, up to some 60 MB a thread, for reuse.
 
-    glibc gives large blocks back to the kernel at once, and the next one's pages come by a fault each, which costs more
-    than to receive them. It learns what is large from the largest block of at most 32 MB that was freed: this frees one
-    that was never touched. Other C libraries do as they do.
+    glibc returns large blocks to the kernel at once, and each page of the next block costs a fault, more than receiving
+    it. Its limit for large is the largest block of at most 32 MB that was freed: this frees one that was never touched.
+    Other C libraries are not changed.
     Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, the dynamic adjustment.
     """
     np.empty(31 << 20, np.uint8)
@@ -136,7 +136,7 @@ def keep_freed_memory() -> None:
 def _address_towards(hub: str) -> str:
     """Return the address to listen at: that of the interface by which this machine reaches the hub.
 
-    Raises ConfigError for a hub's address that is none.
+    Raises ConfigError for an invalid address of the hub.
     """
     host, port = parse_address(hub)
     if is_loopback(hub):
@@ -148,7 +148,7 @@ def _address_towards(hub: str) -> str:
 
 
 class Communicator(communicator.Communicator):
-    """A process's place among the others of its group; its calls are those of `collectives.communicator`."""
+    """A process's communicator with its group; its calls are those of `collectives.communicator`."""
 
     @classmethod
     def create(
@@ -165,9 +165,9 @@ class Communicator(communicator.Communicator):
     ) -> Communicator:
         """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's communicator.
 
-        rank: which of them this one wants to be, from 0; None: by arrival.  group: those who give the same name meet.
-        name: for people.  server_key, keys: as for `zmqtrain.connect`, and none is looked for.  timeout_seconds: how
-        long to wait for the others, and how long each wait waits that is not told otherwise.
+        rank: the wanted rank, from 0; None: by arrival.  group: processes that give the same name meet.
+        name: for people.  server_key, keys: as for `zmqtrain.connect`, but no key file is searched.
+        timeout_seconds: how long to wait for the others, and the default of every wait.
         Raises ConfigError, HubUnreachable, JoinRefused (the others ask for something else), CollectiveTimeout (who is
         here, and how many are missing).
         """

@@ -1,8 +1,8 @@
-"""Be a worker's view of a parameter server: keys on one or several masters, pushed to and pulled from.
+"""A worker's client of a parameter server: pushes to and pulls from keys on one or several masters.
 
-Rule 1: one thread of this client's own owns the sockets; what the caller asks is begun there in the order of the calls.
-Rule 2: what is pushed is not copied: nobody writes into it before the request is done.
-Rule 3: every wait has an end, and says what it waited for; a lost master is the end of all of them.
+Rule 1: a thread of the client owns the sockets; requests begin there in the order of the calls.
+Rule 2: gradients are not copied: nobody writes into one before its request is done.
+Rule 3: every wait ends in time, with an error that names what it waited for; a lost master ends all waits.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Vector = NDArray[Any]
 
 
 OPENING_SECONDS = 5.0
-"""What is waited longer for the end of `open`, which has a deadline of its own."""
+"""Added to the wait for `open`, which has a deadline of its own."""
 
 
 class ParameterRequest(Generic[T]):
-    """What was asked of the server, and is not waited for yet."""
+    """A request to the server that runs in the background."""
 
     def __init__(self, future: Future[T], what: str, client: ParameterClient) -> None:
         self._future, self._what, self._client = future, what, client
@@ -59,7 +59,7 @@ class ParameterRequest(Generic[T]):
         return self._future.done()
 
     def wait(self, timeout_seconds: float | None = None) -> T:
-        """Return the result, waiting for it; None: as long as the client was told at `connect`.
+        """Return the result, waiting for it; timeout None: the client's.
 
         Raises PeerLost (a master), CollectiveTimeout, ConfigError (refused: an unknown key, a wrong size),
         NonFiniteDelta, ChannelClosed.
@@ -67,7 +67,7 @@ class ParameterRequest(Generic[T]):
         return self._client._wait(self._future, self._what, timeout_seconds)
 
     def add_done_callback(self, told: Callable[[ParameterRequest[T]], object]) -> None:
-        """Call `told` with this request when it is done, in the client's thread: it must not wait there."""
+        """Call `told` with this request when it is done, in the client's thread, where it must not wait."""
         self._future.add_done_callback(lambda future: told(self))
 
 
@@ -87,7 +87,7 @@ class ParameterClient:
     def __init__(self, name: str, timeout_seconds: float) -> None:
         self.name, self.timeout_seconds = name, timeout_seconds
         self._servers = ServerConnections(name, timeout_seconds)
-        self._pushes = set[Future[None]]()  # that the masters do not have yet
+        self._pushes = set[Future[None]]()  # not done yet
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zmqtrain-parameters", daemon=True)
         self._thread.start()
@@ -106,18 +106,18 @@ class ParameterClient:
         reads_only: bool = False,
         timeout_seconds: float = 60.0,
     ) -> ParameterClient:
-        """Connect to the masters, brokers all, and return the client.
+        """Connect to the masters, which are brokers, and return the client.
 
-        addresses: of all masters, in the same order in all clients; that of the first is enough where the brokers were
-        started with --shard.  name: of this worker, for people, and for the order in which gradients are added; the
-        host's name if not given.  server_key, keys: as for `zmqtrain.connect`, and none is looked for.
-        consistency: "async" (each push is applied at once), "bsp" (the mean of all workers' is, when all have pushed),
-        "bounded:s=3" (applied at once; who is more than s pushes ahead waits).  optimizer: of the server,
+        addresses: of all masters, in the same order in all clients; the first is enough where the brokers were started
+        with --shard.  name: of this worker, for people and for the order in which gradients are added; default: the
+        host's name.  server_key, keys: as for `zmqtrain.connect`, but no key file is searched.
+        consistency: "async" (each push is applied at once), "bsp" (the mean of all workers' pushes is applied),
+        "bounded:s=3" (applied at once; a worker more than s pushes ahead waits).  optimizer: of the server,
         "sgd:rate=0.01", "momentum:rate=0.01,momentum=0.9,nesterov=0", "adam:rate=0.001,beta1=0.9,beta2=0.999,
-        epsilon=1e-08".  workers: with how many the clocks of bsp and bounded begin.  What is not given is as it is
-        there already, or the first choice, with 1 worker; what is given and differs is refused.
+        epsilon=1e-08".  workers: with how many the clocks of bsp and bounded begin.  A rule that is not given is the
+        server's, or the first choice, with 1 worker; a given rule that differs from the server's is refused.
         reads_only: this client never pushes, and no worker waits for it.
-        timeout_seconds: of the connection, and of every wait that is not told otherwise.
+        timeout_seconds: of the connection, and the default of every wait.
         Raises ConfigError, HubUnreachable, PeerLost, JoinRefused.
         """
         given = [addresses] if isinstance(addresses, str) or not isinstance(addresses, Iterable) else list(addresses)
@@ -151,34 +151,34 @@ class ParameterClient:
     # ------------------------------------------------------------------ one key
 
     def init(self, key: Key, array: Any, *, timeout_seconds: float | None = None) -> Vector:
-        """Begin a key with these values, unless it is there; return what is there now. The first to do so wins.
+        """Create a key with these values, unless it exists; return its values. The first client to create it wins.
 
         array: numpy or jax, float32 or float64.  Raises ConfigError for another dtype, and for another shape or dtype
-        than the key has; PeerLost, CollectiveTimeout (who came first does not bring its values), NonFiniteDelta.
+        than the key has; PeerLost, CollectiveTimeout (its creator does not send its values), NonFiniteDelta.
         """
         name = key_name(key)
         return self._init({name: array}, timeout_seconds)[name]
 
     def push(self, key: Key, gradient: Any, *, timeout_seconds: float | None = None) -> None:
-        """Give the server a gradient; return when it has it. Raises as `ParameterRequest.wait`."""
+        """Send a gradient; return when the server has it. Raises as `ParameterRequest.wait`."""
         self.ipush(key, gradient).wait(timeout_seconds)
 
     def pull(self, key: Key, *, into: Vector | None = None, timeout_seconds: float | None = None) -> Vector:
-        """Return a key's values: all that this client pushed is in them, and of the others' what the consistency says.
+        """Return a key's values, with all pushes of this client, and those of others as the consistency says.
 
-        into: put them there, and return that.  Raises as `ParameterRequest.wait`.
+        into: the array to fill and return.  Raises as `ParameterRequest.wait`.
         """
         return self.ipull(key, into=into).wait(timeout_seconds)
 
     def push_pull(
         self, key: Key, gradient: Any, *, into: Vector | None = None, timeout_seconds: float | None = None
     ) -> Vector:
-        """Give the server a gradient, and return the values that hold it. Raises as `ParameterRequest.wait`."""
+        """Send a gradient, and return the values with it applied. Raises as `ParameterRequest.wait`."""
         return self.ipush_pull(key, gradient, into=into).wait(timeout_seconds)
 
     def ipush(self, key: Key, gradient: Any) -> ParameterRequest[None]:
-        """Begin `push`; never waits. Raises ConfigError at once for a dtype that no server takes, and for a shape or
-        dtype that is not the server's, if this client knows the key; the request raises it where it does not yet."""
+        """Begin `push`; never waits. Raises ConfigError for a dtype that no server takes, and for a shape or dtype
+        that is not the key's; if this client does not know the key yet, the request raises it."""
         name = key_name(key)
         arrays = self._gradients({name: gradient})
 
@@ -214,7 +214,7 @@ class ParameterClient:
     # ------------------------------------------------------------------ trees of keys
 
     def init_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
-        """`init` for each array of a tree (dicts, lists, tuples, NamedTuples); its keys are the ways to them: "a/0"."""
+        """`init` for each array of a tree (dicts, lists, tuples, NamedTuples); its keys are their paths: "a/0"."""
         return rebuild(tree, self._init(name_leaves(tree), timeout_seconds))
 
     def push_all(self, tree: Any, *, timeout_seconds: float | None = None) -> None:
@@ -222,7 +222,7 @@ class ParameterClient:
         self.ipush_all(tree).wait(timeout_seconds)
 
     def pull_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
-        """`pull` for each array of a tree, all at once; its arrays themselves are not looked at."""
+        """`pull` for each array of a tree, all at once; the values of its arrays are not used."""
         return self.ipull_all(tree).wait(timeout_seconds)
 
     def push_pull_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
@@ -274,22 +274,22 @@ class ParameterClient:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the masters are, by number."""
+        """The masters' addresses, by number."""
         return self._servers.addresses
 
     @property
     def consistency(self) -> str:
-        """How workers keep together, as it is in force."""
+        """The consistency in force."""
         return self._servers.rules[0]
 
     @property
     def optimizer(self) -> str:
-        """How the server steps, as it is in force."""
+        """The server's optimizer in force."""
         return self._servers.rules[1]
 
     @property
     def workers(self) -> int:
-        """With how many workers clocks begin, as it is in force."""
+        """With how many workers clocks begin."""
         return self._servers.rules[2]
 
     @property
@@ -298,24 +298,24 @@ class ParameterClient:
         return tuple(self._servers.places)
 
     def version(self, key: Key) -> int:
-        """Return how many steps were in a key's values when they last came here; of several pieces, the fewest."""
+        """Return how many steps were in a key's values when last received; of several pieces, the fewest."""
         return self._servers.versions.get(key_name(key), 0)
 
     def statistics(self) -> ParameterStatistics:
         """Return the running figures."""
         return ParameterStatistics(
-            sum(line.session.bytes_sent for line in self._servers.lines),
-            sum(line.session.bytes_received for line in self._servers.lines),
+            sum(one.session.bytes_sent for one in self._servers.connections),
+            sum(one.session.bytes_received for one in self._servers.connections),
             self._servers.pushes,
             self._servers.pulls,
         )
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Wait until the masters have the gradients that were pushed, say goodbye, and end the thread. Twice is once.
+        """Wait until the masters have the pushed gradients, say goodbye, and end the thread. Twice is once.
 
         timeout_seconds: how long to wait, the client's if None; 0: not at all. Pushes that are not done by then are
-        lost, which the log says. Values that are still to come are not waited for: `wait` raises ChannelClosed. A with
-        block that an exception ends does not wait.
+        lost and logged. Pulls are not waited for: their `wait` raises ChannelClosed. A with block that an exception
+        ends does not wait.
         """
         atexit.unregister(self.close)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -352,7 +352,7 @@ class ParameterClient:
         if not self._thread.is_alive() or self._servers.failure is not None:
             work.close()
             failure = self._servers.failure or ChannelClosed("this client was closed")
-            raise failure.with_traceback(None)  # it is raised again and again, and would hold the frames of all times
+            raise failure.with_traceback(None)  # raised again and again, it would hold all their frames
         try:
             return ParameterRequest(asyncio.run_coroutine_threadsafe(work, self._loop), what, self)
         except RuntimeError as error:  # the loop is closed
@@ -361,7 +361,7 @@ class ParameterClient:
 
     def _wait(self, future: Future[T], what: str, timeout_seconds: float | None) -> T:
         if threading.current_thread() is self._thread and not future.done():
-            raise LocalProtocolError(f"a callback must not wait for the {what}: it holds up what it waits for")
+            raise LocalProtocolError(f"a callback must not wait for the {what}: it runs in the thread that does it")
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             return future.result(seconds)
@@ -376,7 +376,7 @@ class ParameterClient:
         return self._call(self._servers.initialise(leaves), _name_all("init", leaves)).wait(timeout_seconds)
 
     def _gradients(self, gradients: Mapping[str, Any]) -> dict[str, Vector]:
-        """Return gradients as arrays; those of keys that are known are checked now, the others once they are."""
+        """Return gradients as arrays; those of known keys are checked now, the others once their keys are known."""
         arrays = {key: _as_array(key, gradient) for key, gradient in gradients.items()}
         for key, array in arrays.items():
             if key in self._servers.places:
@@ -384,7 +384,7 @@ class ParameterClient:
         return arrays
 
     def _checked(self, key: str, array: Vector) -> Vector:
-        """Return a gradient of a key that is known, flat. Raises ConfigError unless it is like the key."""
+        """Return a gradient of a known key, flat. Raises ConfigError unless it is like the key."""
         leaf = self._servers.places[key].leaf
         if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
             raise ConfigError(f"the key {leaf} was given a gradient of {LeafSpec(key, array.shape, array.dtype.name)}")

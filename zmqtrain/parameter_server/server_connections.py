@@ -67,7 +67,7 @@ MAX_REASON = 200
 DECLARED_AT_ONCE = 500
 """Keys in one Declare: its head, and that of the answer, have a bound."""
 BYTES_BESIDE_A_KEY, BYTES_OF_A_DIMENSION = 32, 9
-"""Of a key in a head, beside its name, at most."""
+"""At most, of a key in a head, beside its name."""
 
 
 class ConnectionOwner(Protocol):
@@ -227,22 +227,21 @@ class ServerConnections:
         self.name, self.timeout_seconds = name, timeout_seconds
         self.addresses: tuple[str, ...] = ()
         self.rules = ("", "", 0)
-        self.lines: list[ServerConnection] = []
+        self.connections: list[ServerConnection] = []
         self.places: dict[str, Placement] = {}
         self.versions: dict[str, int] = {}
         self.pushes = self.pulls = 0
         self.failure: ZmqTrainError | None = None
         self._until = 0.0
         self._declared: dict[int, asyncio.Queue[Placed | BaseException]] = {}
-        self._placing: dict[str, asyncio.Future[None]] = {}  # by key the newest call that is to learn where it lies
+        self._placing: dict[str, asyncio.Future[None]] = {}  # by key, the newest call that asks where it lies
 
     async def open(
         self, addresses: Sequence[str], credentials: Credentials, rules: tuple[str, str, int], reads: bool
     ) -> None:
-        """Connect to all masters, and enrol with them, the first first. rules: as wanted; "" and 0: as they are there.
+        """Connect to all masters and enrol with them, in their order.
 
-        credentials: the masters' public key, and this client's pair.
-
+        rules: as wanted; "" and 0: those in force.  credentials: the masters' public key, and this client's pair.
         Raises HubUnreachable, ConfigError (other rules are in force, or these are not the masters), JoinRefused.
         """
         self._until = asyncio.get_running_loop().time() + self.timeout_seconds
@@ -260,49 +259,51 @@ class ServerConnections:
         for master, address in enumerate(addresses[1:], 1):
             self._connect(master, address, credentials)
         store = ""
-        for line in self.lines:
-            await self._within(line.welcome, line)
-            line.session.send(Enrol(store, line.master, len(self.lines), *rules, reads))
-            enrolled = await self._within(line.enrolled, line)
+        for connection in self.connections:
+            await self._within(connection.welcome, connection)
+            connection.session.send(Enrol(store, connection.master, len(self.connections), *rules, reads))
+            enrolled = await self._within(connection.enrolled, connection)
             store = enrolled.store
             rules = (enrolled.consistency, enrolled.optimizer, enrolled.workers)
         self.rules = rules
 
     def _connect(self, master: int, address: str, credentials: Credentials) -> ServerConnection:
-        self.lines.append(ServerConnection(self, master, address, RealEnvironment(Access(credentials))))
-        return self.lines[-1]
+        self.connections.append(ServerConnection(self, master, address, RealEnvironment(Access(credentials))))
+        return self.connections[-1]
 
-    async def _within(self, future: asyncio.Future[T], line: ServerConnection) -> T:
+    async def _within(self, future: asyncio.Future[T], connection: ServerConnection) -> T:
         loop = asyncio.get_running_loop()
         try:
-            async with limited(line.session, self._until - loop.time()):
+            async with limited(connection.session, self._until - loop.time()):
                 return await asyncio.shield(future)
         except TimeoutError:
             waited = self.timeout_seconds - max(0.0, self._until - loop.time())
-            said = say_unreachable([line.address], waited, line.session.obstacle)
-            raise HubUnreachable(said, line.address, line.session.refused) from None
+            said = say_unreachable([connection.address], waited, connection.session.obstacle)
+            raise HubUnreachable(said, connection.address, connection.session.refused) from None
 
     async def close(self) -> None:
-        """Say goodbye to all; what is open ends with ChannelClosed."""
-        await asyncio.gather(*(line.close() for line in self.lines))
+        """Say goodbye to all; open requests end with ChannelClosed."""
+        await asyncio.gather(*(connection.close() for connection in self.connections))
 
     def on_failed(self, error: ZmqTrainError) -> None:
         """End all connections with this error."""
         if self.failure is None and isinstance(error, PeerLost):
             logger.warning("%s: %s", self.name, error)
         self.failure = self.failure or error
-        for line in self.lines:
-            line.fail(self.failure)
+        for connection in self.connections:
+            connection.fail(self.failure)
 
     def say_waiting(self) -> str:
-        """Return what is waited for at which master, for a sentence; any thread may ask."""
+        """Return which masters have open requests, and for which workers they wait; any thread may ask."""
         said = []
-        for line in self.lines:
-            if line.waits:
-                names, missing = line.awaited.workers, line.awaited.missing
+        for connection in self.connections:
+            if connection.waits:
+                names, missing = connection.awaited.workers, connection.awaited.missing
                 more = f"{missing} worker{'s' * (missing != 1)} to enrol" if missing else ""
                 whom = " and ".join(part for part in (", ".join(names), more) if part)
-                said.append(f"master {line.master} at {line.address}{f', which waits for {whom}' if whom else ''}")
+                said.append(
+                    f"master {connection.master} at {connection.address}{f', which waits for {whom}' if whom else ''}"
+                )
         return "; ".join(said)
 
     # ------------------------------------------------------------------ where keys lie
@@ -315,9 +316,9 @@ class ServerConnections:
     async def declare(
         self, leaves: Sequence[LeafSpec], settle: Callable[[Placed], Coroutine[Any, Any, None]] | None = None
     ) -> None:
-        """Learn where keys lie, and settle them as the first master tells, until all are settled.
+        """Ask the first master where keys lie, and settle each answer, until all keys are settled.
 
-        What this client must bring it brings while it waits for what others bring, who may wait for it.
+        Values that this client must send are sent while it waits for other clients, which may wait for them.
         """
         for some in _in_heads(leaves):
             await self._declare_some(some, settle)
@@ -325,7 +326,7 @@ class ServerConnections:
     async def _declare_some(
         self, leaves: Sequence[LeafSpec], settle: Callable[[Placed], Coroutine[Any, Any, None]] | None
     ) -> None:
-        first, queue = self.lines[0], asyncio.Queue[Placed | BaseException]()
+        first, queue = self.connections[0], asyncio.Queue[Placed | BaseException]()
         number, left = 0, {leaf.path for leaf in leaves}
 
         def make(request: int) -> Declare:
@@ -358,13 +359,13 @@ class ServerConnections:
             first.conclude(number)
 
     async def placed(self, key: str) -> None:
-        """Return once it is known where a key lies, and all calls about it that were made before have begun."""
+        """Return once the place of a key is known, and all earlier calls about it have begun."""
         if key not in self.places or key in self._placing:
             async with self._placed_all([key]):
                 pass
 
     async def in_order(self, keys: Sequence[str], make: Callable[[], Iterable[Coroutine[Any, Any, T]]]) -> list[T]:
-        """Do what `make` gives, of several keys, once it is known where all of them lie; return the results."""
+        """Run the coroutines of `make`, about several keys, once their places are known; return the results."""
         async with self._placed_all(keys):
             tasks = [asyncio.ensure_future(one) for one in make()]
             await asyncio.sleep(0)  # they begin
@@ -372,9 +373,9 @@ class ServerConnections:
 
     @contextlib.asynccontextmanager
     async def _placed_all(self, keys: Sequence[str]) -> AsyncIterator[None]:
-        """Begin the block once it is known where these keys lie; the first master is asked for the unknown ones.
+        """Begin the block once the places of these keys are known; the first master is asked for unknown ones.
 
-        Blocks about one key follow each other in the order in which they were asked for.
+        Blocks about one key begin in the order of the calls.
         """
         before = [self._placing[key] for key in keys if key in self._placing]
         own = asyncio.get_running_loop().create_future()
@@ -394,14 +395,14 @@ class ServerConnections:
     # ------------------------------------------------------------------ requests
 
     async def initialise(self, arrays: dict[str, Vector]) -> dict[str, Vector]:
-        """Begin keys with these values, unless they are there; return what is there now, in arrays of their own."""
+        """Create keys with these values, unless they exist; return their values, in new arrays."""
         there: dict[str, Vector] = {}
 
         async def settle(placed: Placed) -> None:
             found = [one[0] for one in placed.found]
             await all_of(self._bring(key, arrays[key].reshape(-1)) for key in found)
             if found:
-                self.lines[0].session.send(Founded(tuple(found)))
+                self.connections[0].session.send(Founded(tuple(found)))
                 there.update((key, arrays[key].copy()) for key in found)
             given = [one[0] for one in placed.given]
             values = await all_of(self.pull(key, np.empty(arrays[key].shape, arrays[key].dtype)) for key in given)
@@ -415,7 +416,7 @@ class ServerConnections:
 
         def bring(piece: Piece) -> asyncio.Future[Any]:
             name = piece.name(key, flat.size)
-            return self.lines[piece.master].announce(
+            return self.connections[piece.master].announce(
                 lambda number, sizes: Initialise(number, name, dtype, piece.start, piece.values, sizes),
                 cut_frames(flat[piece.start : piece.start + piece.values]),
             )
@@ -428,7 +429,7 @@ class ServerConnections:
 
         def announce(piece: Piece) -> asyncio.Future[Any]:
             name = piece.name(key, flat.size)
-            return self.lines[piece.master].announce(
+            return self.connections[piece.master].announce(
                 lambda number, sizes: Push(number, name, dtype, pull, sizes),
                 cut_frames(flat[piece.start : piece.start + piece.values]),
             )
@@ -436,11 +437,11 @@ class ServerConnections:
         return [announce(piece) for piece in self.places[key].pieces]
 
     async def push(self, key: str, flat: Vector) -> None:
-        """Give a gradient to all masters that have a piece of the key; wait until they have it."""
+        """Send a gradient to all masters that have a piece of the key; wait until they have it."""
         await asyncio.gather(*self._announce(key, flat, False))
 
     async def push_pull(self, key: str, flat: Vector, into: Vector) -> Vector:
-        """Give a gradient, and return the values that hold it, in `into`."""
+        """Send a gradient, and return the values with it applied, in `into`."""
         return await self._gather(key, self._announce(key, flat, True), into)
 
     async def pull(self, key: str, into: Vector) -> Vector:
@@ -448,12 +449,12 @@ class ServerConnections:
 
         def ask(piece: Piece) -> asyncio.Future[Any]:
             name = piece.name(key, into.size)
-            return self.lines[piece.master].ask(lambda number: Pull(number, name))
+            return self.connections[piece.master].ask(lambda number: Pull(number, name))
 
         return await self._gather(key, [ask(piece) for piece in self.places[key].pieces], into)
 
     async def _gather(self, key: str, answers: Sequence[asyncio.Future[Any]], into: Vector) -> Vector:
-        """Put the pieces of a key's values together, each when it comes."""
+        """Join the pieces of a key's values, each as it arrives."""
         flat = into.reshape(-1)
 
         async def place(piece: Piece, answer: asyncio.Future[Any]) -> int:
@@ -470,12 +471,12 @@ class ServerConnections:
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Begin all of it, in order; return the results, or raise what is raised first."""
+    """Begin all coroutines, in order; return the results, or raise the first error."""
     return await asyncio.gather(*[asyncio.ensure_future(one) for one in work])
 
 
 def _in_heads(leaves: Sequence[LeafSpec]) -> Iterator[list[LeafSpec]]:
-    """Divide keys among as few messages as a master reads."""
+    """Divide keys among as few messages as a master accepts."""
     some: list[LeafSpec] = []
     size = 0
     for leaf in leaves:

@@ -1,7 +1,7 @@
-"""Pass things from one thread to another through a door that holds only so many.
+"""A bounded queue between threads, and a thread that does jobs in order.
 
-Rule 1: `put_nowait` never waits and says whether it was taken.  Rule 2: what passes is never written again.
-Rule 3: training, heartbeats and sockets get more of a core than a worker, where cores are short.
+Rule 1: `put_nowait` never waits and returns whether the item was taken.  Rule 2: an item is never written again.
+Rule 3: where cores are short, training, heartbeats and sockets get more of them than a worker.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from zmqtrain.core.errors import ChannelClosed
 T = TypeVar("T")
 
 NICENESS = 5
-"""By so much is a worker nicer than the thread that made it: it has a third of that one's weight at a core."""
+"""A worker is nicer by this than the thread that made it: it has a third of its weight at a core."""
 
 
 class Mailbox(Generic[T]):
-    """A bounded queue between threads; closing it wakes everybody who waits."""
+    """A bounded queue between threads; closing it wakes all threads that wait."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -61,13 +61,13 @@ class Mailbox(Generic[T]):
             return self._items.popleft()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until something is in it or it is closed; True if something is."""
+        """Wait until there is an item or it is closed; return whether there is one."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._closed, timeout_seconds)
             return bool(self._items)
 
     def close(self) -> None:
-        """Take nothing more in; what is in it can still be taken out."""
+        """Refuse further items; those in it can still be taken out."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -78,7 +78,7 @@ class Mailbox(Generic[T]):
 
 
 class Worker:
-    """One thread that does jobs in the order in which they were given: the codec thread of a node and of the hub.
+    """One thread that does jobs in the order in which they were submitted: the codec thread of a node and of the hub.
 
     failed: called in the worker's thread with the exception of a job that raised; the worker goes on.
     """
@@ -96,7 +96,7 @@ class Worker:
         return self._jobs.put_nowait(job)
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
-        """Let it finish what it has, and wait for its end; return whether it has ended."""
+        """Finish the submitted jobs and end; return whether the thread has ended in time."""
         self._jobs.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_seconds)
