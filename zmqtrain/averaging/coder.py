@@ -193,7 +193,7 @@ class OnDevice(Protocol):
         """Return the sum, in order, of payloads that were checked, as segments on the device."""
 
     def warm_up(self, codecs: Sequence[Codec], counts: Sequence[int], *, encodes: bool = True) -> None:
-        """Have all that such segments need compiled; encodes: not only read, but made."""
+        """Compile all that such segments need; encodes: for encoding, not only for decoding."""
 
 
 class DeltaCoder:
@@ -280,7 +280,7 @@ class DeltaCoder:
         return fresh
 
     def warm_up(self, fragment: int) -> None:
-        """Have all that the exchanges of one fragment need compiled, where there is something to compile."""
+        """Compile all that the exchanges of one fragment need, on a device."""
         if self.device is not None:
             counts = self.layout.counts(fragment)
             for coding in dict.fromkeys((self.coding, self.broadcast_coding)):

@@ -95,12 +95,12 @@ class DeltaGate:
             self._norms.forget(peer, probation)
 
     def rebase(self, peers: Iterable[PeerId]) -> None:
-        """Let deltas be larger by one factor, toward what was refused last of these nodes."""
+        """Raise the limit by one factor, toward the last refused deltas of these nodes."""
         if self._norms is not None:
             self._norms.rebase(peers)
 
     def open(self) -> None:
-        """Let everything through from now on, because the run's former deltas are not known here."""
+        """Accept every delta from now on, because the run's former deltas are not known here."""
         self._norms = None
 
     def memory(self) -> NDArray[np.float64] | None:

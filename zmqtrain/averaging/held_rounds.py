@@ -1,4 +1,4 @@
-"""Rounds whose deltas are held as they came until the round closes, for rules that look at all of a round.
+"""Rounds whose deltas are held, compressed, until the round closes, for rules that need all of a round.
 
 `HeldRound` holds any deltas; `SparseRound` adds and releases sparse ones part by part, on `SlabThreads`; `DeltaMeter`
 samples what is added, for the noise scale of the run.
@@ -125,7 +125,7 @@ class DeltaMeter:
         self.begin()
 
     def begin(self) -> None:
-        """Know nothing: the run begins, or is restored."""
+        """Forget all samples: the run begins, or is restored."""
         self._scale = NoiseScale()
         self._places: dict[int, NDArray[np.int64]] = {}
 
@@ -161,7 +161,7 @@ class DeltaMeter:
             self._scale.add(peer, fragment, added)
 
     def close(self, fragments: tuple[int, ...]) -> None:
-        """Take it that a round of these fragments is over."""
+        """Close a round of these fragments."""
         for fragment in fragments:
             self._scale.close(fragment)
 
@@ -202,13 +202,13 @@ class HeldRound:
         self._history: list[deque[tuple[Version, Vector]]] = []  # per fragment: what was published, for compensation
 
     def begin(self, fragments: int) -> None:
-        """Hold nothing, of a model of so many fragments."""
+        """Forget all held publishes; the model has so many fragments."""
         self._held.clear()
         kept = self._staleness.versions + 1 if self._staleness.versions else 0
         self._history = [deque(maxlen=kept) for _ in range(fragments)]
 
     def remember(self, version: Version, published: Sequence[Vector], fragments: Iterable[int]) -> None:
-        """Keep what is published now of these fragments, if the staleness rule looks back."""
+        """Keep a copy of these published fragments, if the staleness rule compensates."""
         if self._staleness.versions:
             for fragment in fragments:
                 self._history[fragment].append((version, published[fragment].copy()))
@@ -218,7 +218,7 @@ class HeldRound:
         self._held[peer, publish.sequence] = (publish, frames)
 
     def drop(self, publishes: Iterable[tuple[PeerId, int]]) -> None:
-        """Hold these no more: the norm gate leaves them out."""
+        """Drop these publishes: the norm gate excludes them."""
         for key in publishes:
             self._held.pop(key, None)
 
@@ -254,7 +254,7 @@ class HeldRound:
 
     @property
     def _score(self) -> float:
-        """The shared model's score, NaN while nobody has said one."""
+        """The shared model's score; NaN: none was reported."""
         return median(self._scores) if self._scores else float("nan")
 
     def _damped(self, one: Contribution, decode: Callable[[], Vector], published: Vector) -> Vector:
@@ -359,7 +359,7 @@ class SparseRound:
         self.begin(0)
 
     def begin(self, fragments: int) -> None:
-        """Hold nothing, of a model of so many fragments."""
+        """Forget all held publishes; the model has so many fragments."""
         self._held: list[list[_Held]] = [[] for _ in range(fragments)]
         self._bounds = [0.0] * fragments
         self._bytes = [0] * fragments
@@ -394,7 +394,7 @@ class SparseRound:
         return held
 
     def close(self, fragment: int) -> None:
-        """Hold nothing of a fragment any more: its round is over."""
+        """Drop what is held of a fragment: its round is over."""
         self._held[fragment], self._bounds[fragment], self._bytes[fragment] = [], 0.0, 0
         self._in_memory[fragment] = False
 

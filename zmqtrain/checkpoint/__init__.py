@@ -1,4 +1,4 @@
-"""What can be started again from: files that are whole or not there, a folder of the newest, a journal, and how often.
+"""Checkpoints: files that are whole or absent, a folder of the newest, a journal, and a thread that writes them.
 
 A broker and a node keep their state here; what is in it is theirs.
 """

@@ -65,14 +65,14 @@ class BackgroundWriter:
         threading.Thread(target=run, name="zmqtrain-checkpoint").start()
 
     def put_off(self, why: str) -> None:
-        """Give the write that was begun up: nothing is written, and the owner saves again later."""
+        """Abandon the write that was begun: nothing is written, and the owner saves again later."""
         text = "no %s were written: %s. %s goes on; it is tried again in %.0f s"
         logger.warning(text, self._what, why, self._goes_on.capitalize(), AGAIN_SECONDS)
         self.unsaved, self.retry_at = True, time.monotonic() + AGAIN_SECONDS
         self._idle.set()
 
     def cancel(self) -> None:
-        """Give the write that was begun up without another try: its owner has failed."""
+        """Abandon the write that was begun, without another try: its owner has failed."""
         self._idle.set()
 
     def written(self, version: int) -> None:

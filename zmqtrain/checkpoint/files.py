@@ -69,7 +69,7 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder survive a loss of power. Raises OSError."""
+    """Sync a folder, so that its names survive a loss of power. Raises OSError."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -138,7 +138,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[bytes]:
-    """Give the records of a journal in order, up to the first that is torn. Raises OSError."""
+    """Yield the records of a journal in order, up to the first that is torn. Raises OSError."""
     data = memoryview(path.read_bytes())
     while data:
         length, crc = _HEAD.unpack(data[: _HEAD.size]) if len(data) >= _HEAD.size else (0, -1)

@@ -117,7 +117,7 @@ class CheckpointFolder:
     # ------------------------------------------------------------------ whose it is
 
     def lock(self) -> None:
-        """Take the folder for this process, and clear what a crash in the midst of writing left there.
+        """Lock the folder for this process, and delete files that a crash left half written.
 
         Raises CheckpointError, which names the process that has it.
         """
@@ -177,7 +177,7 @@ class CheckpointFolder:
         return path
 
     def _set_aside(self, version: int) -> None:
-        """Take what is newer than `version` out of the way: it could not be read, and this run will pass it by."""
+        """Rename checkpoints newer than `version`: they could not be read, and this run will pass those versions."""
         for newer, path in self._checkpoints():
             if newer > version:
                 logger.warning("setting the checkpoint %s aside: the run goes on from version %d", path, version)
@@ -210,7 +210,7 @@ class CheckpointFolder:
             raise CheckpointError(f"cannot drop what {self.folder} has after version {version}: {error}") from error
 
     def set_all_aside(self) -> None:
-        """Take all checkpoints out of the way: another run begins in the folder. Raises CheckpointError."""
+        """Rename all checkpoints: another run begins in the folder. Raises CheckpointError."""
         try:
             for _, path in self._checkpoints():
                 path.replace(path.with_name(path.name + ".former"))
@@ -300,6 +300,6 @@ class CheckpointFolder:
         return tuple(good)
 
     def records(self) -> Iterator[bytes]:
-        """Give the records of all journals, from the oldest on; those of each up to the first that is torn."""
+        """Yield the records of all journals, oldest first; of each up to the first that is torn."""
         for _, path in self._journals():
             yield from read_journal(path)

@@ -106,11 +106,12 @@ def plain_codec(
     decode: Callable[[tuple[Array, ...], int], Array],
     write: Callable[[tuple[Array, ...], Numpy, bool], None],
     check: Callable[[tuple[Array, ...], int], None],
-    energy: Callable[[Buffers, int], float] | None = None,
+    energy: Callable[[Buffers, int], float] | tuple[int, int, int] | None = None,
 ) -> Codec:
     """Return a codec without a state. What it is given has been read as `layout` says; x is float32[n].
 
     decode(arrays, n): jax arrays -> a jax array; numpy arrays are decoded by write(arrays, out, add).
+    energy: as of a Codec, or (which buffer holds the scales of blocks, the largest code, the block).
     """
 
     def encode_slab(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
@@ -131,7 +132,13 @@ def plain_codec(
     def check_slab(buffers: Buffers, count: int) -> None:
         check(read_buffers(buffers, layout(count), name), count)
 
-    return Codec(name, lambda count: (), layout, encode_slab, decode_slab, check_slab, decode_into, energy=energy)
+    def energy_of_blocks(buffers: Buffers, count: int) -> float:
+        assert isinstance(energy, tuple)
+        scales, most, block = energy
+        return energy_of_scales(buffers[scales], most, block, count)
+
+    measure = energy_of_blocks if isinstance(energy, tuple) else energy
+    return Codec(name, lambda count: (), layout, encode_slab, decode_slab, check_slab, decode_into, energy=measure)
 
 
 class Transform(NamedTuple):

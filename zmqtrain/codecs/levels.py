@@ -17,14 +17,12 @@ from zmqtrain.codecs.codec import (
     LARGEST_BLOCK,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
-    Buffers,
     Codec,
     Numpy,
     Scratch,
     Sections,
     block_codec_name,
     block_count,
-    energy_of_scales,
     needs_finite,
     plain,
     plain_codec,
@@ -81,10 +79,7 @@ def sign(block: int = 512) -> Codec:
         if count % 8 and packed[-1] >> count % 8:
             raise CodecError(f"{name}: a bit after the last value is not 0")
 
-    def energy(buffers: Buffers, count: int) -> float:
-        return energy_of_scales(buffers[1], 1, block, count)
-
-    return plain_codec(name, layout, encode, decode, write, check, energy)
+    return plain_codec(name, layout, encode, decode, write, check, (1, 1, block))
 
 
 def int2(block: int = 64) -> Codec:
@@ -125,10 +120,7 @@ def int2(block: int = 64) -> Codec:
         if any(packed[place % width] >> 2 * (place // width) & 3 for place in range(count, 4 * width)):
             raise CodecError(f"{name}: a code after the last value is not 0")
 
-    def energy(buffers: Buffers, count: int) -> float:
-        return energy_of_scales(buffers[2], 1, block, count)
-
-    return plain_codec(name, layout, encode, decode, write, check, energy)
+    return plain_codec(name, layout, encode, decode, write, check, (2, 1, block))
 
 
 def _check_scales(scales: Numpy, codec: str) -> None:

@@ -17,7 +17,6 @@ from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
-    Buffers,
     Codec,
     Numpy,
     Scratch,
@@ -25,7 +24,6 @@ from zmqtrain.codecs.codec import (
     block_codec_name,
     block_count,
     check_scales,
-    energy_of_scales,
     needs_finite,
     plain,
     plain_codec,
@@ -124,10 +122,7 @@ def _in_bytes(family: str, span: _Range, block: int) -> Codec:
         if np.minimum.reduce(codes) < -span.most:
             raise CodecError(f"{name}: the code {-span.most - 1} is not one of this codec")
 
-    def energy(buffers: Buffers, count: int) -> float:
-        return energy_of_scales(buffers[1], span.most, block, count)
-
-    return plain_codec(name, layout, encode, decode, write, check, energy)
+    return plain_codec(name, layout, encode, decode, write, check, (1, span.most, block))
 
 
 def _in_nibbles(family: str, span: _Range, block: int) -> Codec:
@@ -158,10 +153,7 @@ def _in_nibbles(family: str, span: _Range, block: int) -> Codec:
         if count % 2 and packed[-1] >> 4 != _EIGHTS >> 4:
             raise CodecError(f"{name}: the last nibble stands for no value and is not 8")
 
-    def energy(buffers: Buffers, count: int) -> float:
-        return energy_of_scales(buffers[1], span.most, block, count)
-
-    return plain_codec(name, layout, encode, decode, write, check, energy)
+    return plain_codec(name, layout, encode, decode, write, check, (1, span.most, block))
 
 
 def scale_blocks(values: Numpy, scales: Numpy, block: int, out: Numpy | None = None) -> None:

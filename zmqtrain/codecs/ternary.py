@@ -16,7 +16,6 @@ from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
-    Buffers,
     Codec,
     Numpy,
     Scratch,
@@ -24,7 +23,6 @@ from zmqtrain.codecs.codec import (
     block_codec_name,
     block_count,
     check_scales,
-    energy_of_scales,
     needs_finite,
     plain,
     plain_codec,
@@ -77,10 +75,7 @@ def ternary(block: int = 128) -> Codec:
         if any(int(packed[place % width]) // 3 ** (place // width) % 3 != 1 for place in range(count, _DIGITS * width)):
             raise CodecError(f"{name}: a digit after the last value is not 0")
 
-    def energy(buffers: Buffers, count: int) -> float:
-        return energy_of_scales(buffers[1], 1, block, count)
-
-    return plain_codec(name, layout, encode, decode, write, check, energy)
+    return plain_codec(name, layout, encode, decode, write, check, (1, 1, block))
 
 
 def _encode(x: Array, block: int) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Take one level of a tree of containers apart, and put it together again: dict, list, tuple and NamedTuple.
+"""One level of a tree of containers, taken apart and put together again: dict, list, tuple and NamedTuple.
 
 Rule 1: what is none of these is a leaf, and None, which is nothing, is told from leaves by who asks.
 Rule 2: a NamedTuple comes back as its own type, any other as the plain dict, list or tuple that it is.

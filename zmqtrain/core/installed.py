@@ -1,4 +1,4 @@
-"""Look at how zmqtrain is installed here, and whether this PC has an NVIDIA driver: for what messages say to type.
+"""How zmqtrain is installed here, and whether this PC has an NVIDIA driver: for commands that messages suggest.
 
 Rule: what is said to type works as it is printed, in any folder; the project is in no package index.
 """

@@ -1,4 +1,4 @@
-"""Hold the settings of a run: one frozen record, kept by the broker and adopted by every node in `Welcome`.
+"""The settings of a run: one frozen record, kept by the broker and adopted by every node in `Welcome`.
 
 Rule 1: checked once, here, never from the environment.  Rule 2: a spec string is checked by the family it names.
 """

@@ -1,4 +1,4 @@
-"""Prove that every contribution that a node was told has landed is in the parameters exactly once.
+"""Proof from records that every acknowledged contribution is in the parameters exactly once.
 
 Two books are compared: the hub's, what landed in which release (its journal), and each node's own, what it offered,
 what it was told has landed, and what it took back (its record, one for each life of its process).

@@ -225,7 +225,7 @@ def make_plan(wish: Wish) -> RunPlan:
 
 
 def variants(wish: Wish) -> Iterator[RunPlan]:
-    """Give the plans of the same wish with 1, 2 and 4 masters, and with hubs at 2.5 and 10 Gb/s."""
+    """Yield the plans of the same wish with 1, 2 and 4 masters, and with hubs at 2.5 and 10 Gb/s."""
     for masters in MASTERS:
         if not wish.on_nodes or masters <= wish.nodes:
             yield make_plan(replace(wish, masters=masters))

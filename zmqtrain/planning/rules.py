@@ -1,4 +1,4 @@
-"""Know which settings of a run are spec strings, and who reads each.
+"""Which settings of a run are spec strings, and what reads each.
 
 Rule 1: one list, for the broker, the commands and the simulator.  Rule 2: no jax here: the broker imports it.
 """

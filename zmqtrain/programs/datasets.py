@@ -1,4 +1,4 @@
-"""Read the data that the built-in programs train on, from files that are there already: nothing is ever downloaded.
+"""The data of the built-in programs, read from files that exist already: nothing is ever downloaded.
 
 Rule 1: what is read is the same on every call, and split into training and held-out data the same way on every node.
 Rule 2: a file is believed only as far as its size bears out; what is wrong, what was expected and what to type next are

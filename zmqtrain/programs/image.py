@@ -1,4 +1,4 @@
-"""Train a small convolutional network on labelled images: the classifier that a newcomer can run without writing code.
+"""A small convolutional network on labelled images: the classifier that a newcomer can run without writing code.
 
 Rule 1: plain jax: the parameters are a nested dict of float32 arrays, and the functions on them are pure.
 Rule 2: the model takes its size from the images and its classes from the labels; nothing is to be declared.

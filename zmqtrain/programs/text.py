@@ -1,4 +1,4 @@
-"""Train a byte-level transformer on a text: the language model that a newcomer can run without writing code.
+"""A byte-level transformer on a text: the language model that a newcomer can run without writing code.
 
 Rule 1: plain jax: the parameters are a nested dict of float32 arrays, and the functions on them are pure.
 Rule 2: no schedule knows how long the run is: the rate warms up over the optimizer's own steps, then stays.

@@ -90,7 +90,7 @@ class NoiseScale:
         known.counts[peer] = known.counts.get(peer, 0) + 1
 
     def close(self, fragment: int) -> None:
-        """Take it that a round of a fragment is over: if its window is full, the estimate is made from it."""
+        """Close a round of a fragment; a full window updates the estimate."""
         known = self._fragments.get(fragment)
         if known is None or not known.counts or sum(known.counts.values()) < WINDOW * len(known.counts):
             return
@@ -165,7 +165,7 @@ def are_related(cosine: float) -> bool:
 
 
 def explain_unrelated(names: Sequence[str], cosines: Sequence[float]) -> str:
-    """Say to people why the parameters of these nodes are not averaged with the run's, and what to do.
+    """Return, for people, why the parameters of these nodes are not averaged with the run's, and what to do.
 
     cosines: the `relatedness` of each node's parameters to the run's.
     Raises LocalProtocolError if there is no name, or not one cosine for each.

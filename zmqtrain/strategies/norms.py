@@ -170,7 +170,7 @@ class NormGate:
         score: Score = nan,
         voter: str = "",
     ) -> Judgement:
-        """Say whether a delta may pass; nothing is moved.
+        """Judge whether a delta may pass; this changes nothing.
 
         norm: of the delta, by any measure that grows with it.  steps: since the node's last offer of any fragment.
         rest: 0, or, of one that is sent uncompressed as the end of a node's share, how many times as large as usual it

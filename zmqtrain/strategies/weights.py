@@ -47,7 +47,7 @@ class StalenessRule(NamedTuple):
 
 
 def constant() -> StalenessRule:
-    """Let late progress count whole: damping lost in every comparison where each node's own progress is kept."""
+    """Count late progress in full: damping lost every comparison in which nodes keep their own progress."""
     return StalenessRule("constant", lambda staleness: _polynomial(staleness, 0.0), 0.0, 0)
 
 
@@ -133,12 +133,12 @@ class Selection(NamedTuple):
 
 
 def everything() -> Selection:
-    """Let every contribution count alike, whatever its score: the best rule while all nodes are healthy."""
+    """Count all contributions alike, whatever their scores: the best rule while all nodes are healthy."""
     return Selection("all", lambda scores, own: [1.0] * len(scores))
 
 
 def best(count: int = 2) -> Selection:
-    """Let the `count` lowest scores count alike; those that tie with the last of them count too."""
+    """Count the `count` lowest scores alike; ties with the last of them count too."""
 
     def weights(scores: Sequence[Score], own: Score) -> list[float]:
         known = _known(scores)

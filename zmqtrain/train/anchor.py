@@ -333,7 +333,7 @@ class SpreadLeaves:
         return [moved.get(i, leaf) for i, leaf in enumerate(leaves)]
 
     def compile_add(self, leaves: Sequence[jax.Array], touched: Sequence[int], fragment: int, *, donate: bool) -> None:
-        """Have compiled what `add` needs to move these leaves together; nothing is moved."""
+        """Compile what `add` needs to move these leaves together; nothing is moved."""
         still = {}
         for i in touched:
             spans = self.layout.spans(i, fragment)
@@ -514,7 +514,7 @@ class Moves(Protocol):
         """Return the anchor where these parameters are, should a step have moved them. Raises ModelMismatch."""
 
     def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
-        """Have all that an exchange needs compiled. Both stay as they are."""
+        """Compile all that an exchange needs. Both stay as they are."""
 
     def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
         """Return the elastic share of params - anchor of one fragment, or the `whole` of it: a segment per leaf."""

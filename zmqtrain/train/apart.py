@@ -37,7 +37,7 @@ class Step(Protocol):
         """Return fresh parameters and optimizer state."""
 
     def compile(self, state: TrainState, batch: Any) -> int:
-        """Have the step compiled; `state` stays as it is."""
+        """Compile the step; `state` stays as it is."""
 
     def step(self, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, jax.Array, int] | None:
         """Take one step: the new state, the loss before it, and how many samples it used; None at the data's end."""

@@ -106,7 +106,7 @@ def fill_tree(like: Any, arrays: Mapping[str, NDArray[Any]], said: ModelSpec, wh
 def _explain(
     missing: Sequence[str], extra: Sequence[str], arrays: Mapping[str, Any], names: Sequence[str], where: str
 ) -> str:
-    """Say which leaves the tree and the file do not share, and how the tree is to be given if that is plain."""
+    """Return which leaves tree and file do not share, and which `like` to give, if that is clear."""
     parts = []
     if missing:
         parts.append(f"the tree has {_named(missing)}, which {where} does not hold")

@@ -281,7 +281,7 @@ class LocalStep:
         return TrainState(params, self._functions.optimizer.init(params))
 
     def compile(self, state: TrainState, batch: Any) -> int:
-        """Have the step compiled: a node that joins can then train at once. Return the bytes it works in.
+        """Compile the step, so that a node that joins can train at once. Return the bytes it works in.
 
         state: stays as it is; shapes and dtypes alone (`jax.ShapeDtypeStruct`) will do.  The bytes are those of a
         device while it makes a step, besides the state and the batch: activations, gradients; 0 if it does not say.
@@ -353,7 +353,7 @@ class MinibatchStep:
         return self._local.init(seed)
 
     def compile(self, state: TrainState, batch: Any) -> int:
-        """Have the step compiled: see `LocalStep.compile`. The sum of several gradients is not among its bytes."""
+        """Compile the step: see `LocalStep.compile`. The sum of several gradients is not among its bytes."""
         if self._most_parts == 1:
             return self._local.compile(state, batch)
         first, then, total = self._compile_parts(state, batch)
@@ -361,7 +361,7 @@ class MinibatchStep:
         return max(_working_bytes(compiled) for compiled in (first, then, last))
 
     def compile_gradient(self, state: TrainState, batch: Any) -> int:
-        """Have compiled what `gradient` uses; see `compile`."""
+        """Compile what `gradient` uses; see `compile`."""
         if self._most_parts == 1:
             return _working_bytes(self._functions.first.lower(state.params, batch).compile())
         first, then, _ = self._compile_parts(state, batch)
@@ -464,7 +464,7 @@ class Rebase:
         self._replace = jax.jit(self._adopt, donate_argnums=(0, 1) if donate else (1,))
 
     def warm_up(self, params: Leaves, anchor: Leaves) -> None:
-        """Have all that an exchange needs compiled: later, none holds training up for a compiler. Nothing is moved."""
+        """Compile all that an exchange needs, so that no exchange delays training. Nothing is moved."""
         for fragment in range(self.layout.fragments):
             touched = self.layout.leaves(fragment)
             ours, shared = ([leaves[i] for i in touched] for leaves in (params, anchor))
