@@ -1,7 +1,4 @@
-"""Say what the machines ask their living halves to do.
-
-Rule 1: an effect is a wish; a machine never acts.  Rule 2: effects are carried out in the order in which they come.
-"""
+"""Effects: what the machines ask the code around them to do. They are carried out in order."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from zmqtrain.protocol.messages import (
 
 @dataclass(frozen=True, slots=True)
 class SendTo:
-    """Send a message to one peer. stamp: that of what it answers, where no connection was made of it; None: the next of
+    """Send a message to one peer. stamp: that of the message it answers, if that made no connection; None: the next of
     the peer's connection."""
 
     peer: PeerId
@@ -42,7 +39,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Let the chunks of this announcement come; then tell the machine `received` or `broken`."""
+    """Accept the chunks of this announcement; then call `received` or `broken` of the machine."""
 
     peer: PeerId
     announcement: Announcement
@@ -50,7 +47,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The founder's parameters are here: the run's parameters are these, at version 0."""
+    """The run begins with the parameters of this node, which are here, as version 0."""
 
     peer: PeerId
     announcement: Snapshot
@@ -59,10 +56,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """These nodes' parameters are here: tell the machine `averaged` if they are related, else `unrelated`.
-
-    Their mean then takes the place of the first one's.
-    """
+    """These nodes' parameters are here: call `averaged` of the machine if they are related, else `unrelated`. Their
+    mean then replaces the first one's."""
 
     snapshots: tuple[tuple[PeerId, Snapshot], ...]
     model: ModelSpec
@@ -70,15 +65,15 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Send the mean of an Average to these nodes, which will say how it scores; it stays here, for the run may begin
-    with it. Nobody: forget it."""
+    """Send the mean of an Average to these nodes, which will score it, and keep it: the run may begin with it. No
+    nodes: drop it."""
 
     peers: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """Send the lender's parameters, which are here, to these peers: they start again from them. Nobody: forget them."""
+    """Send the lender's parameters, which are here, to these peers: they start again from them. No peers: drop them."""
 
     lender: PeerId
     announcement: Snapshot
@@ -89,13 +84,12 @@ class Lend:
 class Serve:
     """Send `peer` a snapshot, and from then on every aggregate. At a node: send the hub this node's parameters.
 
-    known_version: what the peer holds (it gets an empty snapshot if that is current).  landed, reset, rewound: as in
-    Snapshot.
-    moments: add the founder's optimizer state, if it came with its parameters.  digest, held: as in Fetch.
+    known_version: what the peer holds; it gets an empty snapshot if that is current.  landed, reset, rewound: as in
+    Snapshot.  moments: add the founder's optimizer state, if it came with its parameters.  digest, held: as in Fetch.
     """
 
     peer: PeerId
-    known_version: int
+    known_version: Version
     landed: tuple[tuple[int, int], ...] = ()
     moments: bool = False
     reset: bool = False
@@ -106,7 +100,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """In strict mode, after a restart, all nodes are here: go back to this version, which all have kept, and say so by
+    """In strict mode, after a restart, all nodes are here: go back to this version, which all have kept, and call
     `Hub.rewound`. -1: there is none; the run goes on from where it is, and not to the same bits."""
 
     version: Version
@@ -114,7 +108,7 @@ class Rewind:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Send the standby all that this hub is, and from then on every release, before the nodes."""
+    """Send the standby a copy of this hub, and from then on every release, before the nodes."""
 
     peer: PeerId
 
@@ -123,12 +117,12 @@ class Replicate:
 class Hear:
     """The standby holds this version: nodes may hear of it."""
 
-    version: int
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer this probe on the lane that it came on, with the padding that it asks for."""
+    """Answer this probe on its own lane, with the padding that it asks for."""
 
     peer: PeerId
     probe: Probe
@@ -136,7 +130,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Send a message to one peer on BULK, with the frames that came behind the one that this answers."""
+    """Send a message to one peer on BULK, with the frames that came behind the message that this answers."""
 
     peer: PeerId
     message: Relay
@@ -144,7 +138,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Consult:
-    """Give this to the key server."""
+    """Give this request to the key server."""
 
     peer: PeerId
     request: KeyRequest
@@ -152,7 +146,7 @@ class Consult:
 
 @dataclass(frozen=True, slots=True)
 class Combine:
-    """Reduce what came behind this message with what the other ranks of the group send; peers: all of it, by rank."""
+    """Reduce the frames behind this message with those of the other ranks of the group; peers: all ranks, in order."""
 
     generation: int
     rank: int
@@ -162,7 +156,7 @@ class Combine:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Somebody of this group is lost: nothing of it will be reduced any more."""
+    """A member of this group is lost: nothing of the group is reduced any more."""
 
     generation: int
 
@@ -177,14 +171,14 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One publish of a round. staleness: versions that its base is behind; too_stale: it lands, and counts nothing."""
+    """One publish of a round. staleness: versions that its base is behind; too_stale: it lands with no weight."""
 
     peer: PeerId
     sequence: int
     fragment: int
     samples: int
     score: float
-    base_version: int
+    base_version: Version
     staleness: int
     too_stale: bool = False
 
@@ -193,19 +187,18 @@ class Contribution:
 class Reduce:
     """Close the round: aggregate over `live` nodes, outer step, encode against what was published, send to all.
 
-    contributions: the publishes in it, in the order in which they were accumulated; dense: send the result
-    uncompressed; plain: the mean is the step, whatever the outer optimizer.  back_to: of a version that takes back what
-    was published after this one, and holds nothing else; -1: of any other.  codec: how the result is coded, and outer:
-    the outer optimizer, where they are fitted to what is measured ("": as before).
+    contributions: the publishes in it, in the order of accumulation.  dense: send the result uncompressed.  plain: the
+    mean is the step, without the outer optimizer.  back_to: of a version that takes back all published after this one,
+    and holds nothing else; -1: of any other.  codec, outer: of the result, where they are auto ("": unchanged).
     """
 
-    version: int
+    version: Version
     fragments: tuple[int, ...]
     contributions: tuple[Contribution, ...]
     live: int
     dense: bool
     plain: bool = False
-    back_to: int = -1
+    back_to: Version = -1
     codec: str = ""
     outer: str = ""
 
@@ -216,7 +209,7 @@ class Reduce:
 
     @property
     def samples(self) -> int:
-        """What the publishes stand for."""
+        """The samples of all publishes in it."""
         return sum(one.samples for one in self.contributions)
 
 
@@ -224,9 +217,8 @@ class Reduce:
 class Deliver:
     """At a node: a whole aggregate or snapshot is here; at a standby: a release, or a copy of the hub.
 
-    landed: own sequences in it; reset: drop what is pending.
-    keep: the node goes on from its own parameters; all that they differ from this snapshot is pending.
-    warm: of a reset: the optimizer goes on as it is.
+    landed: own sequences in it.  reset: drop what is pending; warm: the optimizer goes on as it is.  keep: the node
+    goes on from its own parameters, and their whole difference from this snapshot is pending.
     """
 
     announcement: Aggregate | Snapshot | Replica
@@ -238,8 +230,8 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Rebase:
-    """At the hub: the norm gate turns away these nodes, more than half of the voters: it is to let deltas be larger by
-    one factor, toward theirs. why: it is not, and they stay out."""
+    """At the hub: the norm gate rejects these nodes, more than half of the voters: widen it by one factor, toward their
+    deltas. why: it is not widened, and they stay out."""
 
     peers: tuple[PeerId, ...]
     why: str = ""
@@ -247,15 +239,15 @@ class Rebase:
 
 @dataclass(frozen=True, slots=True)
 class TakeBack:
-    """At the hub: this node was found to diverge: look since which version what it contributed was a part of that, and
-    tell `Hub.take_back`."""
+    """At the hub: this node diverges: find the version since which its contributions were part of that, and call
+    `Hub.take_back`."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """At a node: this publish will not land; what it carried is still pending."""
+    """At a node: this publish will not land; its content is still pending."""
 
     sequence: int
     reason: str
@@ -264,7 +256,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """The peer (at a node: the hub) is gone or was sent away: forget its transfers. reason: a code; text: words."""
+    """The peer (at a node: the hub) is gone or was refused: forget its transfers. reason: a code; text: why."""
 
     peer: PeerId
     reason: str
@@ -280,32 +272,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """At a node: drop the connections and what is queued on them, and make them anew. address: "": where they were."""
+    """At a node: drop the connections with all that is queued, and connect again. address: "": as before."""
 
     address: str = ""
 
 
+# fmt: off
 HubEffect = (
-    SendTo
-    | Broadcast
-    | Expect
-    | Found
-    | Average
-    | Propose
-    | Lend
-    | Serve
-    | Replicate
-    | Hear
-    | Rewind
-    | Answer
-    | Forward
-    | Consult
-    | Combine
-    | Discard
-    | Accumulate
-    | Reduce
-    | Rebase
-    | TakeBack
-    | Disconnect
+    SendTo | Broadcast | Expect | Found | Average | Propose | Lend | Serve | Replicate | Hear | Rewind | Answer
+    | Forward | Consult | Combine | Discard | Accumulate | Reduce | Rebase | TakeBack | Disconnect
 )
+# fmt: on
 PeerEffect = Send | Connect | Expect | Serve | Deliver | Withdraw | Disconnect

@@ -1,4 +1,4 @@
-"""Messages of the protocol, and what of their texts may be printed.
+"""Messages of the protocol.
 
 Rule 1: a message is frozen, flat and of plain types. Arrays never travel in a message; they follow as `Chunk`s of a
 transfer.
@@ -19,28 +19,371 @@ from typing import get_args
 from zmqtrain.core.errors import FramingError
 from zmqtrain.core.types import LeafSpec, ModelSpec
 
-MAX_WORDS = 200
-"""Characters of a sentence that a peer gives."""
-MAX_SENTENCE = 1000
-"""Characters of a refusal, which may quote what was refused."""
-MAX_NAME = 64
-"""Characters of a name, likewise."""
+MAX_WORDS, MAX_SENTENCE, MAX_NAME = 200, 1000, 64
+"""Characters of a peer's sentence, of a refusal (which may quote what was refused), and of a name."""
+MAX_LEAF_VALUES = 1 << 40
+
+Scalar = int | float | str | bool
+WireLeaf = tuple[str, tuple[int, ...], str]  # a LeafSpec: path, shape, dtype
+WireSchedule = tuple[int, int, int, str, str, str]
+"""A Schedule in a Welcome: from_version, every, delay, codec, broadcast_codec, outer."""
+WireProcess = tuple[str, str, str, str]
+"""A process of a group: name, address, public CURVE key ("": none), and the token that connections to it must carry."""
+WireKey = tuple[str, tuple[int, ...], str]  # a key of the parameter server: name, shape, dtype
+WirePlace = tuple[str, tuple[int, ...], str, tuple[tuple[int, int, int], ...]]
+"""A key and its pieces: for each the master, its first value in the flat key, and the number of values."""
 
 
 def printable(text: str, most: int = MAX_WORDS) -> str:
-    """Return at most `most` characters of a text; what cannot be printed is "?"."""
+    """Return at most `most` characters of a text; "?" for each that would move a cursor or begin a line."""
     short = text[:most]
     return short if short.isprintable() else "".join(one if one.isprintable() else "?" for one in short)
 
 
-WireProcess = tuple[str, str, str, str]
-"""One process of a group: its name, its address, its public CURVE key ("": none), and its token, which the connections
-of the others to it must carry."""
+def model_to_wire(model: ModelSpec) -> tuple[WireLeaf, ...]:
+    """Return a model's description as plain tuples."""
+    return tuple((leaf.path, leaf.shape, leaf.dtype) for leaf in model)
+
+
+def model_from_wire(wire: tuple[WireLeaf, ...]) -> ModelSpec:
+    """Read what `model_to_wire` wrote. Raises FramingError for a shape that no array has."""
+    for path, shape, dtype in wire:
+        if any(size < 0 for size in shape) or prod(shape) > MAX_LEAF_VALUES or len(path) > 512 or len(dtype) > 32:
+            raise FramingError(f"the leaf {path[:80]!r} cannot be {dtype[:32]}{list(shape)}")
+    return tuple(LeafSpec(path, shape, dtype) for path, shape, dtype in wire)
+
+
+# ---------------------------------------------------------------------- nodes and hub
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing).
+
+    role: "node", "observer", "process" (of a group, no node of the run), "master" of a `shard`, which nodes reach at
+    `address`, or "standby": the hub's successor, which nodes reach at `address`.
+    link: rate of this node's port, bytes of payload per second, one way (0: not known).  share: the part of it that
+    training may use.  exchange: how this node exchanges gradients in every step, past the hub ("": it publishes).
+    incarnation: as in `fencing`; 0: not fenced.  term: the highest of a hub that this node knows.  without: number of
+    the last lease from which it releases its hub (`standby`; 0: none).
+    in_flight: of a node that goes on from a checkpoint, the sequences in flight then: Welcome says which of them have
+    landed, however long ago.  checkpoints: in strict mode, the versions that it could go back to.
+    """
+
+    name: str
+    role: str = "node"
+    run: str = ""
+    version: int = -1
+    link: float = 0.0
+    share: float = 1.0
+    shard: int = -1
+    address: str = ""
+    exchange: str = ""
+    incarnation: int = 0
+    term: int = 0
+    without: int = 0
+    in_flight: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Hub to node: the run and its settings; model is empty until the run is initialized.
+
+    landed: (sequence, version) of this node's publishes that are in the parameters; accepted: those that will be.
+    heard: highest sequence heard of this peer id, from any process: a new process counts on from it.  schedules: the
+    one that holds, and the next one if there is one.
+    shard: index of this master among several.  masters: address of each by shard ("": not here), from the first master;
+    from another, the address of the first.  term: number of takeovers of this run so far.  standby: address of the
+    hub's successor ("": none).  called: name of this peer in a Roster.  samples: as in Roster.
+    """
+
+    run: str
+    version: int
+    settings: dict[str, Scalar]
+    model: tuple[WireLeaf, ...] = ()
+    landed: tuple[tuple[int, int], ...] = ()
+    accepted: tuple[int, ...] = ()
+    schedules: tuple[WireSchedule, ...] = ()
+    shard: int = 0
+    masters: tuple[str, ...] = ()
+    heard: int = -1
+    term: int = 0
+    standby: str = ""
+    called: str = ""
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No, and why: `reason` is a short code, `text` a sentence for people, `sequence` the publish it is about or -1."""
+
+    reason: str
+    text: str
+    sequence: int = -1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason, MAX_NAME))
+        object.__setattr__(self, "text", printable(self.text, MAX_SENTENCE))
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """I am alive. A node's carries its own clock; the hub sends it back, which gives the round trip.
+
+    heard: in the hub's answer, the highest sequence of this node's publishes that arrived: a higher one that was sent
+    before this heartbeat was lost in flight.  In a standby's, the number of the books that it has read last; in a
+    node's, `without` as in Hello.
+    """
+
+    sent: float = 0.0
+    heard: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """The sender leaves; nothing waits for it."""
+
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason, MAX_SENTENCE))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Node to hub: the state of training. scores: of the shared model at score_version, if this node evaluated it.
+
+    data: digests of its program's data, "training/held out" ("": not known).  exchange_seconds: CPU time of the codec
+    for one offer and its answer, encode and decode (0: none yet).  held_seconds: time that one exchange, of all that is
+    offered at once, holds the training thread (0: not known).  device: that it trains on, for people.  first_step:
+    digest of the loss and the parameters of its first step: equal for two nodes with the same parameters and the same
+    batch ("": not known).  first_unit: its first data unit (-1: it takes none, or has not begun).
+    """
+
+    step: int
+    samples: int
+    samples_per_second: float
+    loss: float
+    age_steps: float
+    offers_refused: int
+    bytes_sent: int
+    bytes_received: int
+    waiting: str = ""
+    scores: dict[str, float] | None = None
+    score_version: int = -1
+    exchange_seconds: float = 0.0
+    held_seconds: float = 0.0
+    data: str = ""
+    device: str = ""
+    first_step: str = ""
+    first_unit: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Hub to all: the nodes and the state of the run. members: one map a node; evaluator: the node that scores the
+    model. Both use the names of Welcome, not ids, because whoever knows an id can say Hello with it.
+
+    every, delay: k and d at `version`.  masters: as in Welcome.  served: of the parameter server: keys, bytes, pushes,
+    clients; empty if it has no keys.  exchange: as in Hello.
+    hub: of the hub itself: term, standby, `without` (number of the lease from which nodes are to release it; 0: none)
+    and dropped messages by verdict (`fencing`).  Of a live broker also: deltas refused, connections and messages turned
+    away at its port in the last minute, whether it waits for room on its disk (waits_for_room: to release; unsaved: for
+    a checkpoint), `best_loss` and `best_version` while the last evaluation is ten times worse than the best, and once
+    measured `noise` (the noise scale in units of one node's delta), `gain_next` and `gain_last`: by which part of the
+    speed one more node would raise it, and the last one does.
+    """
+
+    version: int
+    members: tuple[dict[str, Scalar], ...]
+    evaluator: str
+    samples: int
+    contributions: int
+    units_done: int
+    units_total: int
+    seconds: float
+    scores: dict[str, float]
+    score_version: int
+    every: int = 0
+    delay: int = 0
+    masters: tuple[str, ...] = ()
+    served: dict[str, Scalar] = field(default_factory=dict)
+    exchange: str = ""
+    hub: dict[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Hub to all: from the step boundary on at which you have applied `from_version`, k is `every`, d is `delay`, and
+    these specs hold ("": as at the beginning of the run); outer concerns the hub only."""
+
+    every: int
+    delay: int
+    from_version: int
+    codec: str = ""
+    broadcast_codec: str = ""
+    outer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Node to hub: send me the parameters; I hold `version` (-1: nothing). Hub to node: send yours.
+
+    score: of this node's own parameters, lower is better (NaN: not known). A node that trains apart repeats it, without
+    its model, or with it if it keeps its own in place of lent ones; a node that was sent the mean reports its score
+    once.  founding: number that the first of several masters gives when it asks; with it the node brings the other
+    masters their shards before it answers.  digest, held: of a snapshot cut short by a lost connection, and how many of
+    its first frames are here ("", 0: none).
+    """
+
+    version: int = -1
+    model: tuple[WireLeaf, ...] = ()
+    score: float = math.nan
+    founding: int = 0
+    digest: str = ""
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The anchor at `version`, whole, as float32, fragment by fragment; no sizes: what you hold is it.
+
+    version -1: not the run's parameters, but another node's, or the mean to vote on.  landed: as in Welcome.
+    moments: how many of the last frames are the sender's optimizer state.  reset: start again from these parameters,
+    and drop your own.  rewound: all have gone back to this version: go on from your checkpoint of it.  digest: BLAKE2b
+    of all frames ("": none).  first: index of the first chunk sent; the receiver has said that it holds those before.
+    """
+
+    transfer: int
+    version: int
+    sizes: tuple[int, ...]
+    landed: tuple[tuple[int, int], ...] = ()
+    moments: int = 0
+    reset: bool = False
+    rewound: bool = False
+    digest: str = ""
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Node to hub: a delta of one fragment waits for credit. score: the local loss (NaN: none).
+
+    dense: coded as float32 whatever the run's codec, to drain what is pending; so is the aggregate that it lands in.
+    """
+
+    transfer: int
+    sequence: int
+    base_version: int
+    fragment: int
+    codec: str
+    sizes: tuple[int, ...]
+    samples: int
+    steps: int
+    score: float
+    dense: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """Hub to all: the step from version - 1 to version. frames: number of frames of each fragment.
+
+    samples: of all publishes in it.
+    """
+
+    transfer: int
+    version: int
+    codec: str
+    fragments: tuple[int, ...]
+    frames: tuple[int, ...]
+    sizes: tuple[int, ...]
+    landed: tuple[tuple[str, int], ...]
+    live: int
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The head of one payload frame: the `index`-th of a transfer that the same sender announced."""
+
+    transfer: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Receiver to sender: `chunks` more chunks of this transfer may come (up), or have been taken (down).
+
+    On the way down the announcement itself counts as a chunk, because it goes on the same lane.
+    """
+
+    transfer: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Hub to node: drop what is pending and start again from the shared parameters; with reason "over" (your quarantine
+    is) the optimizer goes on as it is."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Hub to node: your deltas are rejected for `seconds`, because too many were refused. reason, text: of the last
+    one, as in Refused. Drop what is pending and start again from the shared parameters; with "norm" and "again" the
+    optimizer goes on as it is. seconds 0: the quarantine is over, go on as you are."""
+
+    reason: str
+    text: str
+    seconds: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason, MAX_NAME))
+        object.__setattr__(self, "text", printable(self.text, MAX_SENTENCE))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRequest:
+    """Node to hub: these data units are done; deal me `want` more. idle: I have none left and wait for the answer.
+
+    After the last unit, idle with nothing wanted says: all that I had pending has landed.
+    held: units that I had in hand when I was lost; the answer, which then always comes, has those that are mine again.
+    reached: in a run that has gone back, the units of my lane before this one are done (-1: not said).
+    """
+
+    done: tuple[int, ...]
+    want: int
+    idle: bool
+    held: tuple[int, ...] = ()
+    reached: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkUnit:
+    """Hub to node: work on these data units; finished: there are no more.
+
+    end_version: -1, or the run's last version: every node has drained, and a node that has applied it may leave.
+    """
+
+    numbers: tuple[int, ...]
+    finished: bool = False
+    end_version: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Operator (an observer) to hub: end the run.  Hub to its nodes: the run ends: drain what is pending and leave."""
+
+
+# ---------------------------------------------------------------------- groups
 
 
 @dataclass(frozen=True, slots=True)
 class JoinGroup:
-    """Process to hub: let me meet the others of `group`, of `size` processes who all give the same `description`.
+    """Process to hub: add me to `group`, of `size` processes that all give the same `description`.
 
     rank: which of them I want to be; -1: any.  address, key, token: as in WireProcess.
     """
@@ -56,7 +399,7 @@ class JoinGroup:
 
 @dataclass(frozen=True, slots=True)
 class Forming:
-    """Hub to process: your group waits for `missing` more. here: the names of those who have come, in that order."""
+    """Hub to process: your group waits for `missing` more. here: the names of those present, in order of arrival."""
 
     group: str
     here: tuple[str, ...]
@@ -67,7 +410,7 @@ class Forming:
 class Group:
     """Hub to process: your group is complete, and you are its `rank`. members: by rank.
 
-    generation: one number for each group that was ever complete at this hub.
+    generation: a number of its own for each complete group of this hub.
     """
 
     group: str
@@ -78,7 +421,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupLost:
-    """Hub to process: that rank of your group is gone for good, perhaps yourself. Process to hub: so I think; likewise
+    """Hub to process: that rank of your group, perhaps yourself, is gone for good. Process to hub: I think so; likewise
     process to process, where the hub does not answer.  left: it said goodbye.
     """
 
@@ -92,15 +435,15 @@ class GroupLost:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Process to process: I leave the group once you have had so many `messages` of mine."""
+    """Process to process: I leave the group once you have received so many `messages` of mine."""
 
     messages: int
 
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """Process to process through the hub: what comes behind it, `size` bytes. rank: the receiver's on the way up, the
-    sender's on the way down."""
+    """Process to process through the hub: `size` bytes follow. rank: the receiver's on the way up, the sender's on the
+    way down."""
 
     rank: int
     size: int
@@ -108,7 +451,7 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """The receiver of relayed messages has had `messages` more of them; to the sender, through the hub.
+    """Receiver to sender of relayed messages, through the hub: `messages` more of them have arrived.
 
     rank: the sender's on the way up, the receiver's on the way down.
     """
@@ -119,10 +462,10 @@ class Relayed:
 
 @dataclass(frozen=True, slots=True)
 class ReduceChunk:
-    """Process to hub: reduce this chunk with that of every other rank. `size` bytes come behind it, in frames: the last
-    one is the values, those before it are the sender's own and come back.
+    """Process to hub: reduce this chunk with that of every other rank. `size` bytes follow, in frames: the last one is
+    the values, those before it are the sender's own and come back.
 
-    key: of one reduction all ranks send their chunks with the same key, in one order.  op, dtype: as in HubChunk.
+    key: of one reduction; all ranks send their chunks with the same key, in one order.  op, dtype: as in HubChunk.
     """
 
     key: int
@@ -133,7 +476,7 @@ class ReduceChunk:
 
 @dataclass(frozen=True, slots=True)
 class ReducedChunk:
-    """Hub to process: a reduced chunk of all ranks. Behind it: the frames of the receiver's own ReduceChunk, and the
+    """Hub to process: a reduced chunk of all ranks. The receiver's own frames of its ReduceChunk follow, then the
     values."""
 
     key: int
@@ -143,9 +486,12 @@ class ReducedChunk:
 GroupMessage = JoinGroup | Forming | Group | GroupLost | Leave | Relay | Relayed | ReduceChunk | ReducedChunk
 
 
+# ---------------------------------------------------------------------- standby
+
+
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Hub to standby: all that this hub is, at `version` (-1: the run is not founded).
+    """Hub to standby: a copy of this hub at `version` (-1: the run has no parameters).
 
     state: how many of the first frames are its state (JSON); the others are a safetensors file of its arrays.
     """
@@ -158,9 +504,9 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Hub to standby, now and then: what of a hub's state changes besides its releases (JSON), and its electorate.
+    """Hub to standby, periodically: the state that changes between releases, and the electorate (JSON).
 
-    The standby says in its Heartbeats which books it has read last.
+    The standby confirms in its Heartbeats which books it has read last.
     """
 
     text: str
@@ -175,17 +521,13 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Operator (an observer) to standby: take over now, whoever else is there."""
+    """Operator (an observer) to standby: take over now, even if the first hub is there."""
 
 
 StandbyMessage = Replica | Books | Holding | Promote
 
 
-WireKey = tuple[str, tuple[int, ...], str]
-"""A key as it travels: its name, shape and dtype."""
-
-WirePlace = tuple[str, tuple[int, ...], str, tuple[tuple[int, int, int], ...]]
-"""A key and its pieces: for each the master, its first value in the flat key, and how many."""
+# ---------------------------------------------------------------------- parameter server
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +567,7 @@ class Declare:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """First master to client: where keys of that request lie, some now, others when their values are there.
+    """First master to client: the places of keys of that request, some now, others when their values are there.
 
     found: bring the values of these to all their masters, then say Founded.  given: the values of these are there.
     """
@@ -256,7 +598,7 @@ class Initialise:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Client to master: a gradient for your piece of a key waits for credit. pull: and I want the values then."""
+    """Client to master: a gradient for your piece of a key waits for credit. pull: send me the values after it."""
 
     transfer: int
     key: str
@@ -267,7 +609,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Client to master: I want the values of your piece of a key."""
+    """Client to master: send me the values of your piece of a key."""
 
     request: int
     key: str
@@ -275,7 +617,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Master to client: the values that this request wants, after `version` steps."""
+    """Master to client: the values for this request, after `version` steps."""
 
     transfer: int
     request: int
@@ -299,364 +641,16 @@ class Awaited:
 
 
 KEY_REQUESTS = (Enrol, Declare, Founded, Initialise, Push, Pull)
-"""What a client says to a master."""
-
+"""Messages of a client to a master."""
 KeyMessage = Enrol | Enrolled | Declare | Placed | Founded | Initialise | Push | Pull | Values | Done | Awaited
 
 
-WireLeaf = tuple[str, tuple[int, ...], str]
-"""A LeafSpec as it travels: path, shape, dtype."""
-WireSchedule = tuple[int, int, int, str, str, str]
-"""A Schedule as it travels in a Welcome: from_version, every, delay, codec, broadcast_codec, outer."""
-
-MAX_LEAF_VALUES = 1 << 40
-Scalar = int | float | str | bool
-
-
-def model_to_wire(model: ModelSpec) -> tuple[WireLeaf, ...]:
-    """Return a model's description as plain tuples."""
-    return tuple((leaf.path, leaf.shape, leaf.dtype) for leaf in model)
-
-
-def model_from_wire(wire: tuple[WireLeaf, ...]) -> ModelSpec:
-    """Read what `model_to_wire` wrote. Raises FramingError for a shape that no array has."""
-    for path, shape, dtype in wire:
-        if any(size < 0 for size in shape) or prod(shape) > MAX_LEAF_VALUES or len(path) > 512 or len(dtype) > 32:
-            raise FramingError(f"the leaf {path[:80]!r} cannot be {dtype[:32]}{list(shape)}")
-    return tuple(LeafSpec(path, shape, dtype) for path, shape, dtype in wire)
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing).
-
-    role: "node", "observer", "process" (of a group, no node of the run), "master": of a `shard`, which nodes reach
-    at `address`, or "standby": the hub's successor, which they reach at `address`.
-    link: the rate of this node's port, bytes of payload per second, one way (0: not known). share: what training may
-    use of it.  exchange: how this node exchanges gradients in every step, past the hub ("": it does not; it publishes).
-    incarnation: as in `fencing`; 0: not fenced.  term: the highest that this node knows a hub of.  without: the number
-    of the last standby without which it lets its hub go on (0: none).
-    in_flight: of a node that goes on from a checkpoint, the sequences that were on their way then: Welcome says which
-    of them have landed, however long ago.  checkpoints: in strict mode, the versions that it could go back to.
-    """
-
-    name: str
-    role: str = "node"
-    run: str = ""
-    version: int = -1
-    link: float = 0.0
-    share: float = 1.0
-    shard: int = -1
-    address: str = ""
-    exchange: str = ""
-    incarnation: int = 0
-    term: int = 0
-    without: int = 0
-    in_flight: tuple[int, ...] = ()
-    checkpoints: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Hub to node: the run and its settings; model is empty until somebody founds it.
-
-    landed: (sequence, version) of this node's publishes that are in the parameters; accepted: those that will be.
-    heard: the highest sequence that the hub has heard of this peer id, in whatever life: a new one counts on from it.
-    schedules: (from_version, every, delay, codec, broadcast_codec, outer), as in Schedule: the one that holds, and the
-    next one if there is one.
-    shard: which of several masters this is.  masters: by shard where nodes reach it ("": it is not here), as the first
-    knows; another says where the first is.  term: how many standbys have taken over this run so far.  standby: where
-    the hub's successor is ("": it has none).  called: what a Roster calls this peer.  samples: as in Roster.
-    """
-
-    run: str
-    version: int
-    settings: dict[str, Scalar]
-    model: tuple[WireLeaf, ...] = ()
-    landed: tuple[tuple[int, int], ...] = ()
-    accepted: tuple[int, ...] = ()
-    schedules: tuple[WireSchedule, ...] = ()
-    shard: int = 0
-    masters: tuple[str, ...] = ()
-    heard: int = -1
-    term: int = 0
-    standby: str = ""
-    called: str = ""
-    samples: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """No, and why: `reason` is a short code, `text` a sentence for people, `sequence` the publish it is about or -1."""
-
-    reason: str
-    text: str
-    sequence: int = -1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", printable(self.reason, MAX_NAME))
-        object.__setattr__(self, "text", printable(self.text, MAX_SENTENCE))
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """I live. A node's carries its own clock; the hub sends it back, which gives the round trip.
-
-    heard: in the hub's answer the highest sequence of this node's publishes that reached it: one that was sent before
-    this heartbeat and is higher was lost on its way.  In a standby's the number of the books that it has read last; in
-    a node's `without`, as in Hello.
-    """
-
-    sent: float = 0.0
-    heard: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Goodbye:
-    """The sender leaves and will not be waited for."""
-
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", printable(self.reason, MAX_SENTENCE))
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Node to hub: how training goes. scores: of the shared model at score_version, when this node evaluated it.
-
-    data: digests of its program's data, "training/held out" ("": not known).
-    exchange_seconds: CPU of the codec for one offer and what comes of it, encode and decode (0: none yet).
-    held_seconds: how long the training thread is held for one exchange, of all it offers at once (0: not known).
-    device: on what it trains, for people.  first_step: a digest of the loss and the parameters of this node's first
-    step: two nodes with the same parameters that train on the same batch say the same ("": not known).  first_unit:
-    the data unit that it trained on first (-1: it takes none, or has not begun).
-    """
-
-    step: int
-    samples: int
-    samples_per_second: float
-    loss: float
-    age_steps: float
-    offers_refused: int
-    bytes_sent: int
-    bytes_received: int
-    waiting: str = ""
-    scores: dict[str, float] | None = None
-    score_version: int = -1
-    exchange_seconds: float = 0.0
-    held_seconds: float = 0.0
-    data: str = ""
-    device: str = ""
-    first_step: str = ""
-    first_unit: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Roster:
-    """Hub to all: who is here and how the run stands. members: one map a node; evaluator: who scores the model.
-    Both name nodes as Welcome called them, not by their ids: who knows an id can say Hello with it.
-
-    every, delay: k and d at `version`.  masters: as in Welcome.  served: what the parameter server here has: keys,
-    bytes, pushes, clients; nothing if it has no keys.  exchange: how nodes exchange gradients in every step; "":
-    they publish here.  hub: of the hub itself: its term, its
-    standby, without which nodes are to let it go on (the number of that, as in Hello; 0: no), and how many messages it
-    has dropped, by what they were (`fencing`); of a living one besides: how many deltas it has refused, how many
-    connections and messages it has turned away at its port in the last minute, whether it waits for room on its disk
-    (waits_for_room: to release; unsaved: for a checkpoint), while an evaluation is ten times worse than the best
-    `best_loss` and `best_version`, and once measured `noise` (the noise scale in units of one
-    node's delta), `gain_next` and `gain_last`: by which part of the speed one more node would raise it, and the last
-    one does.
-    """
-
-    version: int
-    members: tuple[dict[str, Scalar], ...]
-    evaluator: str
-    samples: int
-    contributions: int
-    units_done: int
-    units_total: int
-    seconds: float
-    scores: dict[str, float]
-    score_version: int
-    every: int = 0
-    delay: int = 0
-    masters: tuple[str, ...] = ()
-    served: dict[str, Scalar] = field(default_factory=dict)
-    exchange: str = ""
-    hub: dict[str, Scalar] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Hub to all: from the step boundary at which you have applied `from_version` on, k is `every`, d is `delay`, and
-    these specs hold ("": as at the beginning of the run); outer is the hub's own affair."""
-
-    every: int
-    delay: int
-    from_version: int
-    codec: str = ""
-    broadcast_codec: str = ""
-    outer: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Node to hub: bring me up to date; I hold `version` (-1: nothing). Hub to node: send your parameters.
-
-    score: of this node's own parameters, lower is better (NaN: not known). A node that trains apart says it again and
-    again, without its model, or with it where it keeps its own in place of another's that it was lent; one that was
-    lent a mean says so, once, how that scores. founding: the number that the first of several masters gives when it
-    asks; with it the node founds the others' shards before it answers. digest,
-    held: of a snapshot that a lost connection cut short, and how many of its first frames are here ("", 0: none).
-    """
-
-    version: int = -1
-    model: tuple[WireLeaf, ...] = ()
-    score: float = math.nan
-    founding: int = 0
-    digest: str = ""
-    held: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The anchor at `version`, whole, as float32, fragment by fragment; no sizes: what you hold is it.
-
-    version -1: not the run's parameters, but another node's, or the mean that the run may begin with, lent while it has
-    none.  landed: as in Welcome.
-    moments: how many of the last frames are the state of the sender's optimizer.  reset: start again from these
-    parameters, and drop what is your own.  rewound: all have gone back to this version: go on from your checkpoint of
-    it.  digest: BLAKE2b of all frames ("": not said).  first: the chunks begin with this one; the receiver has said
-    that it holds those before.
-    """
-
-    transfer: int
-    version: int
-    sizes: tuple[int, ...]
-    landed: tuple[tuple[int, int], ...] = ()
-    moments: int = 0
-    reset: bool = False
-    rewound: bool = False
-    digest: str = ""
-    first: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Node to hub: a delta of one fragment waits for credit. score: the local loss (NaN: none).
-
-    dense: coded as float32 whatever the run's codec, to drain what is pending; what it lands in is answered so too.
-    """
-
-    transfer: int
-    sequence: int
-    base_version: int
-    fragment: int
-    codec: str
-    sizes: tuple[int, ...]
-    samples: int
-    steps: int
-    score: float
-    dense: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Aggregate:
-    """Hub to all: the step from version - 1 to version. frames: how many frames each of the fragments has.
-
-    samples: what the publishes in it stand for.
-    """
-
-    transfer: int
-    version: int
-    codec: str
-    fragments: tuple[int, ...]
-    frames: tuple[int, ...]
-    sizes: tuple[int, ...]
-    landed: tuple[tuple[str, int], ...]
-    live: int
-    samples: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The head of one payload frame: the `index`-th of a transfer that the same sender announced."""
-
-    transfer: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """Receiver to sender: `chunks` more chunks of this transfer may come (up), or have been taken (down).
-
-    On the way down the announcement itself counts as a chunk: it rides on the same lane.
-    """
-
-    transfer: int
-    chunks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Preempt:
-    """Hub to node: drop what is pending and start again from the shared parameters; for "over" (your quarantine is)
-    with the optimizer as it is."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantine:
-    """Hub to node: for so many `seconds` none of your deltas is taken: too many were refused. reason, text: of the last
-    one, as in Refused. Drop what is pending and start again from the shared parameters, for "norm" and "again" with the
-    optimizer as it is. seconds 0: you are free, go on as you are."""
-
-    reason: str
-    text: str
-    seconds: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", printable(self.reason, MAX_NAME))
-        object.__setattr__(self, "text", printable(self.text, MAX_SENTENCE))
-
-
-@dataclass(frozen=True, slots=True)
-class WorkRequest:
-    """Node to hub: these data units are done; deal me `want` more. idle: I have none left and wait for the answer.
-
-    After the last unit, idle and wanting nothing says: all that I had pending has landed.
-    held: these I had in hand when I was lost; the answer, which then always comes, has those that are mine again.
-    reached: in a run that has gone back, the units of my share before this one are done (-1: not said).
-    """
-
-    done: tuple[int, ...]
-    want: int
-    idle: bool
-    held: tuple[int, ...] = ()
-    reached: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class WorkUnit:
-    """Hub to node: work on these data units; finished: there are no more.
-
-    end_version: -1, or the run's last version: every node has drained, and who has applied that may leave.
-    """
-
-    numbers: tuple[int, ...]
-    finished: bool = False
-    end_version: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Operator (an observer) to hub: end the run.  Hub to its nodes: the run ends: drain what is pending and leave."""
+# ---------------------------------------------------------------------- probes
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding that came with this.
+    """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding with this message.
 
     Measures a link from outside of a run: on BULK the padding is a frame of its own, on CONTROL there is none.
     """
@@ -669,39 +663,20 @@ class Probe:
 @dataclass(frozen=True, slots=True)
 class Probed:
     """Hub to peer: the answer to a Probe, with the padding asked for. seconds: the hub's clock, since 1970; software:
-    what the hub runs, for people."""
+    of the hub, for people."""
 
     number: int
     seconds: float
     software: str
 
 
+# fmt: off
 Message = (
-    Hello
-    | Welcome
-    | Refused
-    | Heartbeat
-    | Goodbye
-    | Report
-    | Roster
-    | Schedule
-    | Fetch
-    | Snapshot
-    | Publish
-    | Aggregate
-    | Chunk
-    | Credit
-    | Preempt
-    | Quarantine
-    | WorkRequest
-    | WorkUnit
-    | Stop
-    | GroupMessage
-    | Probe
-    | Probed
-    | StandbyMessage
-    | KeyMessage
+    Hello | Welcome | Refused | Heartbeat | Goodbye | Report | Roster | Schedule | Fetch | Snapshot | Publish
+    | Aggregate | Chunk | Credit | Preempt | Quarantine | WorkRequest | WorkUnit | Stop | GroupMessage | Probe | Probed
+    | StandbyMessage | KeyMessage
 )
+# fmt: on
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
 Announcement = Publish | Aggregate | Snapshot | Replica | Initialise | Push | Values
 ANNOUNCEMENTS: tuple[type[Announcement], ...] = get_args(Announcement)

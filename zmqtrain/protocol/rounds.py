@@ -27,15 +27,20 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import Number, format_spec, parse_spec
 from zmqtrain.core.types import PeerId
 
+T = TypeVar("T")
+
 LATENESS_KEPT, LATENESS_OF_A_ROUND = 64, 16
-"""How many observations of lateness are kept, and how many of them one round gives at most."""
-INTERVALS_KEPT = 5
-"""Between contributions of one node."""
+"""Observations of lateness that are kept, and that one round gives at most."""
+INTERVALS_KEPT = 5  # between contributions of one node
+FIRST_GRACE_SECONDS = 0.5  # of a quorum until LATENESS_ENOUGH observations of lateness
+LATENESS_ENOUGH = 4
+LEAST_SPREAD = 0.01
+"""The MAD counts for at least this share of the median, so that a node that is always equally late is awaited."""
 
 
 class Intervals:
-    """How often nodes send. seconds: between two contributions of one node, the median over the nodes, as of the last
-    `observe`; None: nobody had sent two."""
+    """How often nodes send. seconds: between two contributions of one node, the median over the nodes at the last
+    `observe`; None: no node had sent two."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
@@ -43,27 +48,27 @@ class Intervals:
         self._newest: dict[PeerId, deque[float]] = {}
 
     def came(self, peer: PeerId, now: float) -> None:
-        """Take note of one contribution."""
+        """Record one contribution."""
         if (last := self._last.get(peer)) is not None:
             self._newest.setdefault(peer, deque(maxlen=INTERVALS_KEPT)).append(now - last)
         self._last[peer] = now
 
     def forget(self, peer: PeerId) -> None:
-        """Know nothing of this node any more."""
+        """Forget a node."""
         self._last.pop(peer, None)
         self._newest.pop(peer, None)
 
     def observe(self) -> None:
-        """Take note, at a release, of how often nodes send."""
+        """At a release, compute `seconds`."""
         medians = [median(newest) for newest in self._newest.values()]
         self.seconds = median(medians) if medians else None
 
 
 class Paces:
-    """The paces of all nodes, as the hub sees their contributions to one series of rounds come and go.
+    """The paces of all nodes in one series of rounds.
 
-    intervals: how often they send, to whichever of the series that share it; None: there is this one.
-    clocks, landed: per node, how many of its contributions have come, and have been released.
+    intervals: how often they send, to any of the series that share it; None: this one alone.
+    clocks, landed: by node, how many of its contributions have come, and have been released.
     lateness: seconds after the quorum of their round at which others came, the newest last.
     """
 
@@ -76,19 +81,19 @@ class Paces:
         self._missed: tuple[float, Set[PeerId]] = (0.0, frozenset())
 
     def came(self, peer: PeerId, now: float) -> None:
-        """Take note of one contribution."""
+        """Record one contribution."""
         if peer not in self.clocks:
             self._meet({peer})
         self.clocks[peer] += 1
         self.intervals.came(peer, now)
 
     def released(self, peer: PeerId) -> None:
-        """Take note that one contribution, which had come, is in a release."""
+        """Record that one contribution is in a release."""
         self.landed[peer] += 1
 
     def look(self, live: Set[PeerId], waiting: Set[PeerId]) -> None:
-        """Take note of who is live; forget who is neither live nor has anything waiting (here: of several series that
-        share `intervals`, the first to forget a node forgets those for all)."""
+        """Record the live nodes; forget a node that is neither live nor has anything waiting. (Of several series that
+        share `intervals`, the first one to forget it does so for all.)"""
         for peer in self.clocks.keys() - live - waiting:
             del self.clocks[peer], self.landed[peer]
             self.intervals.forget(peer)
@@ -97,9 +102,9 @@ class Paces:
             self._meet(newcomers)
 
     def observe(self, first: Mapping[PeerId, float], quorum: int) -> None:
-        """Take note, at a release, of how late nodes came in this round, or after the one before.
+        """At a release, record how late nodes came in this round, or after the one before.
 
-        first: per contributing node, when its oldest contribution came.  quorum: how many of them the round awaited.
+        first: by contributing node, when its oldest contribution came.  quorum: how many nodes the round awaited.
         """
         self.intervals.observe()
         times = sorted(first.values())
@@ -117,36 +122,24 @@ class Paces:
         self.lateness.extend(late[:: ceil(len(late) / LATENESS_OF_A_ROUND) or 1])
 
     def _meet(self, newcomers: Set[PeerId]) -> None:
-        # what the slowest has landed, not what has come: a node may be new since before the newest arrival
+        # the slowest node's released contributions, not those that have come: a node may be new since before the newest
         known = self.clocks.keys() & self._live or self.clocks.keys()
         start = min((self.landed[peer] for peer in known), default=0)
         for peer in newcomers:
             self.clocks[peer] = self.landed[peer] = start
 
 
-T = TypeVar("T")
-
-FIRST_GRACE_SECONDS = 0.5
-"""The grace of a quorum as long as too little was observed."""
-LATENESS_ENOUGH = 4
-"""How many observations a grace needs."""
-LEAST_SPREAD = 0.01
-"""The MAD counts for at least this share of the median: who is always equally late is not missed by a hair."""
-
-
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """What a rule may know of the round that is open (at least one contribution waits).
+    """What a rule may know of the open round; at least one contribution waits.
 
-    came: when each waiting contribution came, in the order of arrival.
-    first: per contributing node, when its oldest waiting contribution came.
-    live: the nodes from which a contribution can be awaited.
-    released_at: when the round before was due; None: there was none.
+    came: arrival of each waiting contribution, in order.  first: by contributing node, arrival of its oldest one.
+    live: the nodes from which a contribution can be awaited.  released_at: when the last round was due; None: none was.
     clocks, landed: of the live and the contributing nodes, how many contributions have come, and have been released;
-        both begin, for a newcomer, where the slowest live node stands.
-    lateness: seconds after the quorum of their round at which others came, in the rounds before (the newest 64).
-    interval_seconds: between two contributions of one node, whatever fragments they carry, the median over the nodes;
-        None: nobody sent two.
+        both begin, for a new node, where the slowest live node stands.
+    lateness: seconds after the quorum of their round at which others came, in past rounds (the newest 64).
+    interval_seconds: between two contributions of one node, of any fragment, the median over the nodes; None: no node
+        has sent two.
     """
 
     came: Sequence[float]
@@ -160,13 +153,15 @@ class RoundView:
 
 
 class ReleaseRule(ABC):
-    """When the contributions that have come are aggregated and sent out. Equal rules have equal names."""
+    """When waiting contributions are aggregated and sent out. Equal rules have equal names.
+
+    one_each: a release takes at most one contribution of each node, the oldest, and may hold back some; otherwise all.
+    by_fragment: every fragment of the model has a round of its own; otherwise one round takes any contribution.
+    """
 
     __slots__ = ()
     one_each: ClassVar[bool] = False
-    """True: a release takes at most one contribution of each node, the oldest, and may hold back some; False: all."""
     by_fragment: ClassVar[bool] = False
-    """True: every fragment of the model has a round of its own; False: one round takes whatever comes."""
 
     @property
     @abstractmethod
@@ -182,7 +177,7 @@ class ReleaseRule(ABC):
         return view.first.keys()
 
     def quorum(self, live: int) -> int | None:
-        """Return how many nodes of `live` a round awaits before the others are late; None: the rule knows no late."""
+        """Return how many of `live` nodes a round awaits before others are late; None: the rule has no quorum."""
         return None
 
 
@@ -207,8 +202,8 @@ class AfterQuorum(ReleaseRule):
     """Due a grace after the `count`-th node has contributed, or at once when all live nodes have.
 
     count 0: half of the live nodes, rounded up.  share: the longest grace, as a share of one node's own interval (its k
-    steps, however many fragments there are); 0: no grace.  A round below its quorum is due `patience_seconds` after its
-    first contribution: no silence of others can hold it for ever.  Raises ConfigError.
+    steps, for any number of fragments); 0: no grace.  A round below its quorum is due `patience_seconds` after its
+    first contribution, so silent nodes cannot hold it for ever.  Raises ConfigError.
     """
 
     count: int = 0
@@ -232,7 +227,7 @@ class AfterQuorum(ReleaseRule):
         return min(self.count or ceil(live / 2), live)
 
     def grace_seconds(self, view: RoundView) -> float:
-        """Return how long a round waits after its quorum: median + 3 MAD of the lateness seen, at most the share."""
+        """Return how long a round waits after its quorum: median + 3 MAD of past lateness, at most the share."""
         usual = FIRST_GRACE_SECONDS
         if len(view.lateness) >= LATENESS_ENOUGH:
             middle = median(view.lateness)
@@ -254,7 +249,7 @@ class AfterQuorum(ReleaseRule):
 
 @dataclass(frozen=True, slots=True)
 class Immediately(ReleaseRule):
-    """Due as soon as anything is there (fully asynchronous): most messages, least waiting."""
+    """Due as soon as one contribution waits (fully asynchronous): most messages, least waiting."""
 
     @property
     def name(self) -> str:
@@ -268,10 +263,10 @@ class Immediately(ReleaseRule):
 
 @dataclass(frozen=True, slots=True)
 class AfterCount(ReleaseRule):
-    """Due when so many contributions have come, whoever sent them (the master of Async-FMB).
+    """Due when so many contributions have come, from any nodes (the master of Async-FMB).
 
-    With fewer live nodes than that, their number is enough: a node may have its every offer waiting here, and would
-    send no more.  Raises ConfigError.
+    If fewer nodes are live, their number is enough, because a node whose offers all wait here sends no more.  Raises
+    ConfigError.
     """
 
     contributions: int = 3
@@ -293,10 +288,10 @@ class AfterCount(ReleaseRule):
 
 @dataclass(frozen=True, slots=True)
 class AfterTime(ReleaseRule):
-    """Due so many seconds after the round before was, with what has come (the master of Async-Timed).
+    """Due so many seconds after the last round was, with the contributions that wait (the master of Async-Timed).
 
-    When nothing has come by then, it is due as soon as the first contribution is there, and the next `seconds` begin
-    with that.  Before the first release, they begin with the first contribution.  Raises ConfigError.
+    If none waits then, it is due at the first contribution, and the next `seconds` begin with that.  Before the first
+    release they begin with the first contribution.  Raises ConfigError.
     """
 
     seconds: float = 0.2
@@ -321,9 +316,9 @@ class AfterTime(ReleaseRule):
 class BoundedStaleness(ReleaseRule):
     """Due at once, but a node's i-th contribution only when i - `staleness` have come from every live node (SSP).
 
-    The node waits until it has landed: so the fastest waits when it is more than `staleness` exchanges ahead of the
-    slowest.  0: bulk-synchronous, the very rounds of AfterAll; a huge one: asynchronous.  The slowest never waits.
-    Raises ConfigError.  Source: Ho et al. 2013.
+    So a node waits when it is more than `staleness` exchanges ahead of the slowest; the slowest never waits.  0:
+    bulk-synchronous, the very rounds of AfterAll; a huge one: asynchronous.  Raises ConfigError.
+    Source: Ho et al. 2013.
     """
 
     staleness: int = 4
@@ -368,7 +363,7 @@ def release_rule_from_spec(spec: str) -> ReleaseRule:
     """Return the rule that a string names. Raises ConfigError.
 
     "all", "quorum:count=0,share=0.5,patience=5", "immediately", "count:contributions=3", "time:seconds=0.2",
-    "bounded:staleness=4"; an argument that is left out takes the value shown.
+    "bounded:staleness=4"; an omitted argument takes the value shown.
     """
     name, arguments = parse_spec(spec, {name: defaults for name, (defaults, _) in _FAMILIES.items()})
     return _FAMILIES[name][1](**arguments)
@@ -380,10 +375,9 @@ def canonical_release(spec: str) -> str:
 
 
 class Rounds(Generic[T]):
-    """The contributions that have come and have not been released, oldest first. paces: how the nodes have sent them.
+    """The contributions that have come and are not released, oldest first. paces: how the nodes have sent them.
 
-    intervals: of all rounds that the same nodes send to; None: there are these alone.
-    Nothing need be said of who comes and goes but the live nodes, at every call.
+    intervals: shared by all rounds that the same nodes send to; None: there are these alone.
     """
 
     def __init__(self, rule: ReleaseRule, intervals: Intervals | None = None) -> None:
@@ -403,7 +397,7 @@ class Rounds(Generic[T]):
 
     @property
     def pending(self) -> tuple[tuple[PeerId, T], ...]:
-        """What waits, in the order of arrival."""
+        """The waiting contributions, in the order of arrival."""
         return tuple((peer, contribution) for peer, _, contribution in self._waiting)
 
     def due_at(self, live: Set[PeerId]) -> float | None:
@@ -419,7 +413,7 @@ class Rounds(Generic[T]):
             return []
         if (quorum := self.rule.quorum(len(live))) is not None:
             self.paces.observe(view.first, quorum)
-        self._released_at = due  # not `now`: what is due between two looks must not put off what follows
+        self._released_at = due  # not `now`: a late look must not delay the rounds that follow
         taken: list[tuple[PeerId, T]] = []
         kept: list[tuple[PeerId, float, T]] = []
         open_to = set(self.rule.admitted(view))
@@ -460,10 +454,9 @@ F = TypeVar("F", bound=_OfFragment)
 
 
 class FragmentRounds(Generic[F]):
-    """The rounds of all fragments: what has come and has not been released, under one rule.
+    """The rounds of all fragments, or one for all, under one rule; see `Rounds`.
 
-    A contribution has a `fragment`, which the caller has checked; the other words are those of `Rounds`.
-    together: every exchange of a node carries all fragments.
+    A contribution has a `fragment`, which the caller has checked.  together: every exchange of a node carries all.
     """
 
     def __init__(self, rule: ReleaseRule, together: bool = False) -> None:
@@ -480,26 +473,25 @@ class FragmentRounds(Generic[F]):
             self._of_fragment = dict(sorted(self._of_fragment.items()))
         self._of_fragment[fragment].add(peer, contribution, now)
 
-    @property
-    def _rounds(self) -> list[Rounds[F]]:
-        return list(self._of_fragment.values())
-
     def forget(self, peer: PeerId) -> None:
         """Drop what waits of a node."""
-        for of_fragment in self._rounds:
-            of_fragment.forget(peer)
+        for rounds in self._of_fragment.values():
+            rounds.forget(peer)
 
     @property
     def pending(self) -> tuple[tuple[PeerId, F], ...]:
-        """What waits: fragment by fragment, each in the order of arrival."""
-        return tuple(one for of_fragment in self._rounds for one in of_fragment.pending)
+        """The waiting contributions: fragment by fragment, each in the order of arrival."""
+        return tuple(one for rounds in self._of_fragment.values() for one in rounds.pending)
 
     def due_at(self, live: Set[PeerId]) -> float | None:
         """Return when the next round is due, None if nothing waits or only a further arrival can make one due."""
-        due = [at for of_fragment in self._rounds if (at := of_fragment.due_at(live)) is not None]
-        return min(due, default=None)
+        return min((at for at, _ in self._due(live)), default=None)
 
     def take(self, live: Set[PeerId], now: float) -> list[tuple[PeerId, F]]:
         """Return the contributions of the round that was due first, and by `now`, and forget them; [] when none is."""
-        due = [(at, number) for number, one in enumerate(self._rounds) if (at := one.due_at(live)) is not None]
-        return self._rounds[min(due)[1]].take(live, now) if due and min(due)[0] <= now else []
+        due = self._due(live)
+        return self._of_fragment[min(due)[1]].take(live, now) if due and min(due)[0] <= now else []
+
+    def _due(self, live: Set[PeerId]) -> list[tuple[float, int]]:
+        rounds = self._of_fragment.items()
+        return [(at, fragment) for fragment, one in rounds if (at := one.due_at(live)) is not None]

@@ -1,11 +1,11 @@
-"""Know which k, d, codecs and outer optimizer hold at which version, where they are fitted to what is measured (auto).
+"""Schedules: which k, d, codecs and outer optimizer hold at which version, where they are auto.
 
-Rule 1: a schedule begins at a version, some versions ahead: every node comes to it at the step boundary at which it has
-applied that version, and all agree without having asked.  A delta and an aggregate name their codec, so one that is
-still in flight at the change is read all the same.
-Rule 2: a plan is made anew when nodes come or go, and when what was measured asks for another one without a break,
-for `HOLD_VERSIONS` and `HOLD_SECONDS`: one that changes with every hesitation of a PC would cost more than it gains.
-Rule 3: what a plan follows from is the planner's affair; what is fixed in the settings stays.
+Rule 1: a schedule begins some versions ahead: every node adopts it at the step boundary at which it has applied that
+version, so all agree without asking. A delta and an aggregate name their codec, so one that is in flight at the change
+can still be read.
+Rule 2: a plan is made when nodes join or leave, and when measurements ask for another one without interruption for
+`HOLD_VERSIONS` and `HOLD_SECONDS`: a plan that changes with every hesitation of a PC costs more than it gains.
+Rule 3: how a plan follows from measurements is the planner's business; what is fixed in the settings stays.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.members import Member
 from zmqtrain.protocol.messages import Schedule, WireSchedule
 
-LEAD_VERSIONS = 4
-"""So many versions ahead a schedule begins: who is told now has not applied that yet."""
+LEAD_VERSIONS = 4  # a schedule begins this many versions ahead: no node has applied that version yet
 HOLD_VERSIONS, HOLD_SECONDS = 16, 5.0
 CHANGE, DELAY_CHANGE = 0.25, 2
-"""What counts as another plan, where its gain is not known: k or d by this share, d by at least so many steps."""
+"""Another plan, if its gain is not known, differs in k or d by this share, and in d by at least so many steps."""
 LEAST_GAIN, USUAL_GAIN = 1.03, 0.1
-"""A plan is another one if the run is said to be so many times as fast with it; one that gains less than a tenth is
-held back for all of `HOLD_VERSIONS` and `HOLD_SECONDS`, one that gains more for a part of them."""
+"""Another plan makes the run at least this many times as fast. One that gains less than a tenth is held back for all of
+`HOLD_VERSIONS` and `HOLD_SECONDS`, one that gains more for a part of them."""
 MOST_STEPS = 1 << 20
-LOOK_SECONDS = 0.25
-"""A plan is computed so often at most, while the same nodes are here."""
+LOOK_SECONDS = 0.25  # between two plans, while the same nodes are here
 LONGEST_SPEC = 256
 CODECS_KEPT = 8
-"""Of so many codecs, the newest of a run, a delta is taken: it may have been coded before the last change."""
+"""A delta may be coded by this many codecs, the newest of a run: it may be older than the last change."""
 
 
 def schedule_from_plain(plain: Iterable[Any]) -> Schedule:
@@ -53,7 +51,7 @@ def schedule_from_plain(plain: Iterable[Any]) -> Schedule:
 
 
 class Timetable:
-    """The settings of a run by version. settings: as they were given; schedules: as `since` gives them."""
+    """The settings of a run by version. settings: as configured; schedules: as `since` gives them."""
 
     def __init__(self, settings: RunSettings, schedules: Iterable[WireSchedule] = ()) -> None:
         self._given = settings
@@ -63,9 +61,9 @@ class Timetable:
             self.add(schedule_from_plain(schedule))
 
     def add(self, schedule: Schedule) -> None:
-        """Take over a schedule; it takes the place of those that would begin later.
+        """Add a schedule in place of those that would begin later; ignored where nothing is auto.
 
-        Raises FramingError for one that cannot be; ignores all where nothing is auto.
+        Raises FramingError for one that cannot be.
         """
         if not (1 <= schedule.every <= MOST_STEPS and 0 <= schedule.delay <= MOST_STEPS):
             raise FramingError(f"a schedule with every {schedule.every} and delay {schedule.delay}")
@@ -80,27 +78,27 @@ class Timetable:
                 broadcast_codec=schedule.broadcast_codec,
                 outer=schedule.outer,
             )
-            settings = settings.at_first  # of version 0.1, or of a spec that is left out: as at the beginning
+            settings = settings.at_first  # a spec that is left out, as in version 0.1, is as at the beginning
             kept = [entry for entry in self._entries if entry[0] < schedule.from_version]
             self._entries = [*kept, (schedule.from_version, settings)]
             if settings.codec not in self._codecs:
                 self._codecs.append(settings.codec)
 
     def at(self, version: Version) -> RunSettings:
-        """Return the settings that hold at the step boundary at which `version` was applied: nothing is auto in them,
-        but for the fragments, which follow from the model."""
+        """Return the settings from the step boundary on at which `version` was applied: nothing is auto in them except
+        the fragments, which follow from the model."""
         for from_version, settings in reversed(self._entries):
             if from_version <= version:
                 return settings
         return self._entries[0][1]
 
     def takes(self, codec: str) -> bool:
-        """Whether a delta may be coded so: by a codec that holds, held of late, or will hold."""
+        """Whether a delta may be coded by this codec, which holds, held recently, or will hold."""
         return codec in self._codecs
 
     def since(self, version: Version) -> tuple[WireSchedule, ...]:
-        """Return (from_version, every, delay, codec, broadcast_codec, outer) of what holds at `version`, and of what
-        follows; () where nothing is auto. What was before is forgotten."""
+        """Return (from_version, every, delay, codec, broadcast_codec, outer) of what holds at `version` and of what
+        follows; () where nothing is auto. Earlier entries are forgotten."""
         if not self._given.is_planned:
             return ()
         passed = sum(from_version <= version for from_version, _ in self._entries)
@@ -113,8 +111,8 @@ class Timetable:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a planner wants, of what is auto. text: what it follows from, for people. gain: how many times as fast the
-    run reaches a loss with it as with what holds, as predicted (0: not known)."""
+    """A planner's choice of what is auto. text: its reasons, for people. gain: how many times as fast the run reaches a
+    loss with it as with what holds, as predicted (0: not known)."""
 
     every: int
     delay: int
@@ -126,20 +124,20 @@ class Plan:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What it chooses, by setting."""
+        """The choice, by setting."""
         names = ("every", "delay", "codec", "broadcast_codec", "outer")
         return {name: getattr(self, name) for name in names}
 
 
 class Planner(Protocol):
-    """What the settings that are auto follow from: a pure function of what the hub knows."""
+    """A pure function from what the hub knows to the settings that are auto."""
 
     def __call__(self, model: ModelSpec, members: Sequence[Member], now: RunSettings) -> Plan | None:
-        """Return the plan for these live nodes; None as long as too little is known of them. now: what holds."""
+        """Return the plan for these live nodes; None while too little is known of them. now: what holds."""
 
 
 class Replanning:
-    """Decide when a planner's plan is announced. text: what the last announced one follows from."""
+    """Decides when a planner's plan is announced. text: the reasons of the last announced one."""
 
     def __init__(self, timetable: Timetable, planner: Planner | None) -> None:
         self.text = ""
@@ -150,7 +148,7 @@ class Replanning:
         self._looked_at = -inf
 
     def look(self, version: Version, model: ModelSpec, members: Sequence[Member], now: float) -> Schedule | None:
-        """Return the schedule that is to be announced now, already in the timetable; None: what holds is good.
+        """Return the schedule to announce now, which is in the timetable already; None: what holds is good.
 
         version: of the hub; members: the live nodes.
         """
@@ -165,7 +163,7 @@ class Replanning:
         if plan is None:
             return None
         wanted = settings.to_dict() | {name: value for name, value in plan.chosen.items() if value != ""}
-        wanted |= {"every": _within(plan.every, 1), "delay": _within(plan.delay, 0)}
+        wanted |= {"every": min(max(plan.every, 1), MOST_STEPS), "delay": min(max(plan.delay, 0), MOST_STEPS)}
         if nodes == self._nodes and not self._holds(_is_other(settings, wanted, plan.gain), plan.gain, version, now):
             return None
         self._nodes, self._other_since = nodes, None
@@ -178,7 +176,7 @@ class Replanning:
         return schedule
 
     def _holds(self, other: bool, gain: float, version: Version, now: float) -> bool:
-        """Whether another plan has been asked for, at each look, for long enough: the less it gains, the longer."""
+        """Whether another plan was wanted at each look for long enough: the less it gains, the longer."""
         if not other:
             self._other_since = None
             return False
@@ -189,12 +187,8 @@ class Replanning:
         return version >= since_version + patience * HOLD_VERSIONS and now >= since + patience * HOLD_SECONDS
 
 
-def _within(steps: int, least: int) -> int:
-    return min(max(steps, least), MOST_STEPS)
-
-
 def _is_other(settings: RunSettings, wanted: Mapping[str, Any], gain: float) -> bool:
-    """Whether a plan is more than a hesitation away from what holds."""
+    """Whether a plan differs from what holds by more than noise."""
     if gain:
         return gain >= LEAST_GAIN
     every, delay = wanted["every"], wanted["delay"]
