@@ -45,7 +45,7 @@ MessageHandlers = dict[type[Message], Callable[[PeerId, Any, float], None]]
 EffectHandlers = dict[type[HubEffect], Callable[[Any], None]]
 
 
-class Service(Protocol):
+class BrokerService(Protocol):
     """A part of a broker. messages, effects: what it handles, by type."""
 
     messages: MessageHandlers
@@ -103,7 +103,7 @@ class BrokerCore:
         self._effects: EffectHandlers = {}
         self.carry_out = EffectQueue[HubEffect](self._carry_out_one).carry_out
 
-    def dispatch_to(self, *services: Service) -> None:
+    def dispatch_to(self, *services: BrokerService) -> None:
         """Give these services, from now on, their messages and effects."""
         for service in services:
             assert not (self.messages.keys() & service.messages.keys() or self._effects.keys() & service.effects.keys())

@@ -130,7 +130,7 @@ PEERS_KEPT = 1024
 
 @dataclass
 class _Place:
-    """The place of a peer whose turn has come. used: it was sent its snapshot, at `since`."""
+    """The place of a peer in its turn. used: it was sent its snapshot, at `since`."""
 
     since: float
     used: bool = False

@@ -104,9 +104,9 @@ class StandbyService:
 
     Rule 1: what lets nodes hear of a version goes through `announce`, in order, and waits until the standby holds that
     version.  Rule 2: a standby that nodes wait for too long (`protocol.standby.Patience`) is sent away; it comes again,
-    is copied again, and stays out of step for a while.  Rule 3: a hub whose standby is lost asks at its address whether
-    that has taken over, and then steps down; until it knows, nodes hear of nothing new unless more than half of the
-    electorate are here (`protocol.standby.PrimaryLease`).
+    is copied again, and stays out of step for a while.  Rule 3: after losing its standby a hub asks at its address
+    whether that has taken over, and then steps down; until it knows, nodes hear of nothing new unless more than half of
+    the electorate are here (`protocol.standby.PrimaryLease`).
     """
 
     def __init__(self, core: BrokerCore) -> None:
