@@ -30,10 +30,10 @@ class Hub:
 
     def __init__(self, size):
         self.peers, self.sent, self.held = PEERS[:size], [], []
-        self.reducers = Reducers(self.send)
+        self.reducers = Reducers(self)
         self.hold = False
 
-    def send(self, peer, answer, frames, sent):
+    def forward(self, peer, answer, frames, sent):
         assert isinstance(answer, ReducedChunk) and answer.size == sum(len(frame) for frame in frames)
         self.sent.append((self.peers.index(peer), answer.key, [bytes(frame) for frame in frames]))
         if self.hold:

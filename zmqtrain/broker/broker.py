@@ -201,7 +201,7 @@ class GroupService:
 
     def __init__(self, core: BrokerCore) -> None:
         self._core, self.relays = core, Relays(core.downlink)
-        self.reducers = Reducers(self.relays.forward)
+        self.reducers = Reducers(self.relays)
         self.messages: MessageHandlers = {Relayed: self._relayed}
         self.effects: EffectHandlers = {
             Forward: lambda effect: self.relays.forward(effect.peer, effect.message, core.behind),

@@ -37,8 +37,6 @@ GROUP_REDUCE_BYTES = 128 << 20
 MAX_OWN_BYTES, MAX_OWN_FRAMES = 4096, 2
 """What a rank may have come back with the result."""
 
-Send = Callable[[PeerId, ReducedChunk, Sequence[Buffer], Callable[[], object]], None]
-
 
 def window_bytes(size: int) -> int:
     """Return the bytes that one rank of a group of `size` may have in flight."""
@@ -147,11 +145,10 @@ class _Reducer:
 
 
 class Reducers:
-    """The reductions of all groups at this hub; used by the broker's loop alone. send: to whom a result goes, in order
-    with others."""
+    """The reductions of all groups at this hub; used by the broker's loop alone. relays: send the results."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, relays: Relays) -> None:
+        self._relays = relays
         self._groups: dict[int, _Reducer] = {}
         self._log = RateLimitedLogger(logger)
 
@@ -168,7 +165,8 @@ class Reducers:
             values = chunk.total.view(np.uint8).data
             for rank, own in chunk.arrived.items():
                 answer = ReducedChunk(chunk.asked.key, sum(len(frame) for frame in own) + len(values))
-                self._send(combine.peers[rank], answer, [*own, values], partial(group.answered, rank, chunk.asked.key))
+                sent = partial(group.answered, rank, chunk.asked.key)
+                self._relays.forward(combine.peers[rank], answer, [*own, values], sent)
 
     def discard(self, generation: int) -> None:
         """Forget what a group has not finished."""
