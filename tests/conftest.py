@@ -1,9 +1,9 @@
 """Rules of all tests: Ctrl-C arrives, tests with sockets run one after another, and nothing is compiled twice.
 
-With several workers (`-n`), each folder of SERIAL has one worker, which runs its tests one after another; the other
-workers compute, each file in one worker, because its tests share what they have traced and made.  Tests and the
-programs that they start keep compiled code of jax in one folder while the tests last, and that of Python beside its
-source: most of a short run is compiling.
+With several workers (`-n`), each folder of SERIAL has one worker, which runs its tests one after another, and so have
+the files of PROGRAMS; the other workers compute, each file in one worker, because its tests share what they have made.
+Tests and the programs that they start keep compiled code of jax in one folder while the tests last, and that of Python
+beside its source: most of a short run is compiling.
 
 A test marked `nightly` runs a whole bench, or a page of the tutorial: only --nightly selects it (.ci/nightly).
 """
@@ -24,6 +24,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 SERIAL = ("integration", "star")
+PROGRAMS = {f"test_{name}.py" for name in ("commands", "doctor", "examples", "export", "mistakes", "pages", "stop")}
+"""Files of integration that start whole programs, which compute more than they wait: they have their own worker."""
 HERE = Path(__file__).parent
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
 COMPILED_HERE = pytest.StashKey[str]()
@@ -84,4 +86,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     for item in items:
         place = item.path.relative_to(HERE)
-        item.add_marker(pytest.mark.xdist_group(place.parts[0] if place.parts[0] in SERIAL else str(place)))
+        folder = "programs" if place.name in PROGRAMS else place.parts[0]
+        item.add_marker(pytest.mark.xdist_group(folder if place.parts[0] in SERIAL else str(place)))

@@ -63,7 +63,7 @@ def row_of(tree, row):
 
 
 @pytest.mark.parametrize(
-    ("spec", "size"), [*((spec, 601) for spec in COMPILED), *((spec, 7) for spec in ALONE), ("ternary", 1)]
+    ("spec", "size"), [*((spec, 601) for spec in COMPILED), ("ternary:block=5", 7), ("ternary", 1)]
 )
 @settings(max_examples=25)
 @given(data=st.data())

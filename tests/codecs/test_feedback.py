@@ -87,9 +87,7 @@ def rounds(draw, size):
     return slabs
 
 
-@pytest.mark.parametrize(
-    ("keeper", "size"), [*((keeper, 301) for keeper in KEEPERS), *((keeper, 7) for keeper in FRAGMENTS)]
-)
+@pytest.mark.parametrize(("keeper", "size"), [*((keeper, 301) for keeper in KEEPERS), (FRAGMENTS[-1], 7)])
 @settings(max_examples=12)
 @given(data=st.data())
 def test_numpy_and_jitted_rows_of_jax_send_and_keep_the_same_bytes(keeper, size, data):
