@@ -21,7 +21,7 @@ from zmqtrain.monitor.ledger import Audit
     [
         (["--nodes", "1"], "at least 2 nodes"),
         (["--faults", "kil"], "there is no fault 'kil'; the faults are kill"),
-        (["--faults", "kill", "corrupt"], "corrupt befalls frames of a network"),
+        (["--faults", "kill", "corrupt"], "a fault of network frames"),
         (["--broker-kills", "-1"], "at least 0"),
         (["--folder", "."], "is not empty"),
     ],

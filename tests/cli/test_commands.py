@@ -469,7 +469,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(monkeypa
 
 def test_a_broker_that_is_interrupted_says_what_becomes_of_its_nodes() -> None:
     kept = Path("kept")
-    assert ending(None, kept) == "stopping: what has come is saved (Ctrl-C again to quit at once)"
+    assert ending(None, kept) == "stopping: all accepted deltas are saved (Ctrl-C again to quit at once)"
     roster = Roster(3, (), "", 0, 0, 0, 0, 0.0, {}, -1, hub={"term": 0, "standby": "tcp://pc2:5555"})
     assert "the standby at tcp://pc2:5555 takes over, if it is in step" in ending(roster, kept)
     said = ending(replace(roster, hub={}, members=({"name": "pc-1"},)), kept)

@@ -80,8 +80,8 @@ class BrokerConfig(PortOptions, RunOptions):
     """The folder of keys, as zmqtrain keys keeps it; on the network ~/.config/zmqtrain/keys if not given, where the
     broker makes what is missing. All masters of a run have the same."""
     insecure: bool = False
-    """Listen on the network without keys: whoever reaches the port can join, and whoever sees the traffic can read it.
-    For a network that you trust."""
+    """Listen on the network without keys: everybody who reaches the port can join, and everybody who sees the traffic
+    can read it.    For a network that you trust."""
     record: File = None
     """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again."""
 
@@ -100,7 +100,7 @@ class BrokerConfig(PortOptions, RunOptions):
 
     @property
     def key_folder(self) -> Path | None:
-        """Where the keys are by which nodes come in; None: whoever reaches the address does."""
+        """The folder of the keys with which nodes join; None: every node that reaches the address may."""
         if self.insecure or (self.keys is None and is_loopback(self.bind)):
             return None
         return self.keys or default_key_folder()
@@ -270,7 +270,7 @@ class _BrokerProgram:
 
 
 def finished(run: str, version: int, units: int) -> str:
-    """Return what is said of a run that is started again, and had come to its end: what to raise."""
+    """Return the message of a restarted run that had ended already: what to raise."""
     return (
         f"{run} has come to its end: all its {units:,} data units are done, at version {version}. To train on, raise "
         f"--units (as --units {2 * units}; 0: no end)"
@@ -278,14 +278,14 @@ def finished(run: str, version: int, units: int) -> str:
 
 
 def stop_line(address: str, keys: KeyFolder | None) -> str:
-    """Return the line that ends a run from the hub's own PC. address: that its programs connect to."""
+    """Return the command that ends a run from the hub's own PC. address: that its programs connect to."""
     elsewhere = keys is not None and keys.path != default_key_folder()
     pair = f" --keys {_from_home(keys.path / 'hub.key_secret')}" if keys is not None and elsewhere else ""
     return f"{command_word('zmqtrain')} stop {address}{pair}"
 
 
 def saving(folder: Path | None) -> str:
-    """Return the line with which a broker says where it saves its run. folder: None: the run is not saved."""
+    """Return the line that says where the run is saved. folder: None: nowhere."""
     if folder is None:
         return "nothing is saved (--no-checkpoint): the model is lost when this broker ends"
     return f"the run and its model are saved in {folder}"
@@ -299,10 +299,9 @@ def result(
     program: str = PROGRAM,
     over: bool = False,
 ) -> str:
-    """Return what a broker says last: how far its run came, where the model is, and how to go on with the run.
+    """Return a broker's last words: how far the run came, where the model is, how to go on with the run.
 
-    folder: of the broker's checkpoints, None for none.  again: what --checkpoint of `program` names to go on.
-    over: all data units of the run are done.
+    folder: of checkpoints, None for none.  again: the --checkpoint of `program` to go on.  over: all units are done.
     """
     if version < 0:
         return "ended: no node has begun to train, so there is no model"
@@ -321,17 +320,16 @@ def result(
 
 
 def ending(roster: Roster | None, folder: Path | None) -> str:
-    """Return what a broker says that was interrupted for the first time: what becomes of its nodes, and how they end.
+    """Return the message at the first interrupt: what the nodes do now, and how they end.
 
     roster: the newest, if there is one.  folder: where the run is saved; None: nowhere.
     """
     if address := "" if roster is None else str(roster.hub.get("standby", "")):
         what = f"the standby at {address} takes over, if it is in step; to end the run, end that one too"
-    elif roster is None or not roster.members:
-        what = "what has come is saved" if folder is not None else "nothing is saved (--no-checkpoint)"
     else:
-        what = "what has come is saved. " if folder is not None else "nothing is saved (--no-checkpoint). "
-        what += "The nodes train on alone until you end them: Ctrl-C at each"
+        what = "all accepted deltas are saved" if folder is not None else "nothing is saved (--no-checkpoint)"
+    if not address and roster is not None and roster.members:
+        what += ". The nodes train on alone until you end them: Ctrl-C at each"
         if folder is not None:
             what += f". They come back if this broker is started again with --checkpoint {folder}"
         what += ". `zmqtrain stop` in place of Ctrl-C would end them too"
@@ -339,8 +337,10 @@ def ending(roster: Roster | None, folder: Path | None) -> str:
 
 
 def open_keys(config: BrokerConfig) -> KeyFolder | None:
-    """Return the folder of keys, with this hub's pair in it; make what is missing, and a key for the PCs if nobody has
-    one.  None: nobody is asked for keys.  Raises ConfigError, which says what can be done instead."""
+    """Return the folder of keys, None for a broker without keys.
+
+    Makes this hub's pair, and one key for the PCs if there is none. Raises ConfigError, which says what to do instead.
+    """
     descriptor_room(ConnectionLimits().total, grow=True)
     if config.key_folder is None:
         return None
@@ -361,7 +361,7 @@ def open_keys(config: BrokerConfig) -> KeyFolder | None:
 
 
 def _place(config: BrokerConfig) -> MasterPlace | None:
-    """Return where this master belongs, None if it is the first, or the only one. Raises ConfigError."""
+    """Return this master's place, None for the first or only one. Raises ConfigError."""
     if config.shard_index == 0:
         return None
     check_host(config.first)
@@ -375,7 +375,7 @@ def _place(config: BrokerConfig) -> MasterPlace | None:
 
 
 def _standby(config: BrokerConfig) -> StandbyPlace | None:
-    """Return whom this broker follows, None if it is no standby. Raises ConfigError."""
+    """Return the broker that this one follows, None if it is no standby. Raises ConfigError."""
     if not config.standby:
         return None
     check_host(config.standby)
@@ -388,10 +388,10 @@ def _standby(config: BrokerConfig) -> StandbyPlace | None:
 
 
 def check_program(settings: RunSettings) -> str:
-    """Check the program's name and its arguments, as far as that goes without importing it and without its data.
+    """Check the program's name and arguments without importing it.
 
-    Returns a sentence for people if no program of that name is installed here (the nodes may have it), "" if all is
-    well. Raises ConfigError for what looks like a slip of the keyboard.
+    Returns a note if no such program is installed here (the nodes may have it), else "". Raises ConfigError for a name
+    that looks mistyped, and for wrong arguments.
     """
     arguments = parse_arguments(settings.program_arguments)
     if not settings.program:
@@ -414,9 +414,9 @@ def check_program(settings: RunSettings) -> str:
 
 
 def check_checkpoint(folder: Path | None) -> None:
-    """Raise CheckpointError unless the folder, made if need be, can be written to: now, not at the first save.
+    """Raise CheckpointError unless the folder can be made and written to: now, not at the first save.
 
-    A full disk is no reason where there is a run to resume: it is saved when there is room.
+    A full disk is no error where there is a run to resume: it is saved when there is room.
     """
     if folder is None:
         return
@@ -435,15 +435,14 @@ def check_checkpoint(folder: Path | None) -> None:
 
 
 def describe_program(settings: RunSettings) -> str:
-    """Return what is trained, in a few words."""
+    """Return the program with its arguments, for people."""
     if not settings.program:
         return "the model of the first node (custom loops)"
     return settings.program + (f" ({settings.program_arguments})" if settings.program_arguments else "")
 
 
 def node_addresses(bound: str, own: str) -> list[str]:
-    """Return the addresses that nodes may type for a broker bound to `bound`: first the number, which every PC of the
-    network can reach, then the name, which some of them know.
+    """Return the addresses of a broker bound to `bound`: first by number, which every PC can reach, then by name.
 
     own: the address that this machine's programs connect to, with the port that was chosen.
     """
@@ -456,10 +455,9 @@ def node_addresses(bound: str, own: str) -> list[str]:
 
 
 def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFolder | None) -> str:
-    """Return what the broker says first: its run, and what to type on each PC, or to write in a loop of one's own.
+    """Return a broker's first words: its run, and what to type on each PC, or to write in a training loop.
 
-    own: the address that this machine's programs connect to.  version: that the run was resumed at; -1 if it is new.
-    keys: what each PC needs comes from there.
+    own: the address that this machine's programs connect to.  version: where the run resumed; -1 if it is new.
     """
     file, here = "", is_loopback(config.bind)
     lines = [f"{run}{f', resumed at version {version}' if version >= 0 else ''}: training "]
@@ -495,8 +493,9 @@ def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFo
 
 
 def way_in(keys: KeyFolder, here: bool = False) -> tuple[str, list[str]]:
-    """Return (the file that a PC names, as its shell reads it; what to do before, as lines): which keys are copied to
-    whom. here: only this machine's nodes come in, and copy nothing."""
+    """Return (the key file that a PC names, quoted; lines that say which keys to copy where).
+
+    here: only this machine's nodes join, and copy nothing."""
     make = f"{command_word('zmqtrain')} keys new NAME"
     names = [entry.name for entry in keys.entries() if entry.state == "authorised"]
     made = [name for name in names if keys.secret_of(name).exists()]
@@ -518,7 +517,7 @@ def way_in(keys: KeyFolder, here: bool = False) -> tuple[str, list[str]]:
 
 
 def _from_home(path: Path) -> str:
-    """Return a path as a shell of this user reads it, short if it is in the user's home."""
+    """Return a path quoted for the shell, with ~ for the user's home."""
     with contextlib.suppress(ValueError, RuntimeError):
         inside = str(path.relative_to(Path.home()))
         if shlex.quote(inside) == inside:
@@ -531,7 +530,7 @@ def _said_folder(keys: KeyFolder) -> str:
 
 
 def shard_greeting(config: BrokerConfig, run: str, version: int, address: str) -> str:
-    """Return what another master than the first says first. address: where nodes will look for it."""
+    """Return the first words of a master that is not the first. address: where nodes reach it."""
     resumed = f", resumed at version {version}" if version >= 0 else ""
     return (
         f"{run}{resumed}: shard {config.shard}, which nodes reach at {address} (--address says otherwise)\n"
@@ -540,7 +539,7 @@ def shard_greeting(config: BrokerConfig, run: str, version: int, address: str) -
 
 
 def standby_greeting(run: str, config: BrokerConfig, address: str) -> str:
-    """Return what a standby says first. address: where nodes will look for it."""
+    """Return a standby's first words. address: where nodes reach it."""
     return (
         f"{run}: the standby of {config.standby}, which nodes reach at {address} (--address says otherwise)\n"
         f"it takes over {config.takeover_seconds:g} s after that is gone and its nodes say so, or at: zmqtrain promote "
@@ -549,7 +548,7 @@ def standby_greeting(run: str, config: BrokerConfig, address: str) -> str:
 
 
 def takeover_greeting(run: str, version: int, term: int) -> str:
-    """Return what a standby says once it is the hub."""
+    """Return a standby's words once it is the hub."""
     return (
         f"{run}: this broker has taken over, at version {max(0, version)}, as term {term}; its nodes come by themselves"
     )

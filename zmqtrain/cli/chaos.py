@@ -1,9 +1,9 @@
-"""Break a run on this PC on purpose, and say what came of it: `zmqtrain chaos`.
+"""Fault injection into a run on this PC, and its audit: `zmqtrain chaos`.
 
 Rule 1: broker and nodes are the commands that people type, each a process of its own on 127.0.0.1, restarted with its
-own line as a service manager would; between each node and the broker is a wire of ours.
-Rule 2: which faults come when is the seed's; what they do to a run depends on this PC too.
-Rule 3: whatever happens, no process and no wire outlives this one.
+own line as a service manager would; between each node and the broker is a proxy.
+Rule 2: the seed decides which faults come when; their effect depends on this PC too.
+Rule 3: no process and no proxy outlives this one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zmqtrain.core.installed import sharing_card
 
 PROGRAM = "zmqtrain chaos"
 HERE_KINDS: tuple[FaultKind, ...] = ("kill", "stop", "unplug", "slow", "drop", "disk", "clock")
-"""What can be done on one PC, by anybody; the others befall frames of a network."""
+"""Faults that one PC can have; the others are faults of a network's frames."""
 NODE_CHECKPOINT_EVERY = "5s"
 FAULTY = 1
 SHOWN = 20
@@ -63,7 +63,7 @@ class ChaosConfig:
     seed: int = 0
     """Which faults come when."""
     faults: tuple[str, ...] = HERE_KINDS
-    """What befalls nodes."""
+    """Faults that are injected into nodes."""
     mean_seconds: float = 10.0
     """Between two faults of nodes, on average."""
     broker_kills: int = 1
@@ -85,7 +85,7 @@ class ChaosConfig:
             require(name, getattr(self, name), 0)
         if elsewhere := [kind for kind in check_kinds(self.faults) if kind not in HERE_KINDS]:
             raise ConfigError(
-                f"{elsewhere[0]} befalls frames of a network, not processes of one PC: simulate it (faults in a "
+                f"{elsewhere[0]} is a fault of network frames, not of processes of one PC: simulate it (faults in a "
                 f"scenario of zmqtrain sim). Here there are {', '.join(HERE_KINDS)}"
             )
         if self.folder is not None and self.folder.exists() and any(self.folder.iterdir()):

@@ -1,9 +1,9 @@
-"""Show what a federation gains: several paced nodes train one language model, then one trains alone: `bin/demo`.
+"""The demo (`bin/demo`): several paced nodes train one language model, then one trains alone.
 
 Rule 1: all runs have the same program, seed, seconds and pace per node; alone means plain local training, with nothing
 compressed, delayed or shared. The ideal is one computer with the batch of all nodes and no network, at the same pace.
-Rule 2: what is emulated is said wherever a figure is shown.
-Rule 3: every run has the learning rate that is best for it, of one grid (RATES).
+Rule 2: every figure stands with a note of what is emulated.
+Rule 3: every run has its best learning rate of one grid (RATES).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """What one run came to. steps, bytes_sent, bytes_received: of all its nodes together."""
+    """The figures of one run. steps, bytes_sent, bytes_received: of all its nodes together."""
 
     label: str
     nodes: int
@@ -148,11 +148,11 @@ def _lines(x: NDArray[np.float64], y: NDArray[np.float64]) -> list[float]:
 
 
 class Recorder:
-    """Collect the curve of a run from its rosters.
+    """Collects the curve of a run from its rosters.
 
-    Time begins when the first node trains: its steps at this pace before the first roster that shows any. That the
-    others still compile, in each other's way, is time of the federation's. A score's time and samples are those of its
-    version (linear between two rosters).
+    Time begins when the first node trains: its steps at this pace before the first roster that shows any. While others
+    still compile, the federation's time runs. A score's time and samples are those of its version, linear between two
+    rosters.
     """
 
     def __init__(self, label: str, nodes: int, pace_seconds: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Show a run to people: its roster as a table that lives in a terminal, or as one plain line every few seconds.
+"""The display of a run: its roster as a live table in a terminal, or as one plain line every few seconds.
 
 Rule 1: what is shown comes from a Roster alone, so that broker, node, local and status show the same.
 Rule 2: where the output is no terminal, no control code is written.  Rule 3: units are a person's: 1.2 MB, 3.4 k/s.
@@ -565,7 +565,7 @@ class Display:
 
 
 def log_to_stderr(verbose: bool, log_file: Path | None = None) -> None:
-    """Have zmqtrain's log written to stderr (and to `log_file`); verbose: with what helps who looks for an error.
+    """Have zmqtrain's log written to stderr (and to `log_file`); verbose: with details.
 
     Raises ConfigError for a file that cannot be written.
     """

@@ -1,7 +1,8 @@
-"""Say whether this PC can train with a hub, and what to fix: `zmqtrain doctor HUB`.
+"""Whether this PC can train with a hub, and what to fix: `zmqtrain doctor HUB`.
 
-Rule 1: first look and measure (`machine`, `runtime.probe`), then judge: `judge_*` are pure.  Rule 2: a finding that is
-not all right says what to do.  Rule 3: the exit code is 0 if all is well, 1 if something is to be fixed.
+Rule 1: `find_way`, `look_at_machine` and `planning.probe` measure; `judge_*` judge, and are pure.
+Rule 2: a bad finding says what to do.  Rule 3: the exit code is 1 if something is to be fixed, else 0.
+Rule 4: an unknown fact is None; only what keeps a hub from being reached is an error.
 """
 
 from __future__ import annotations

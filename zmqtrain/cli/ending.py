@@ -1,13 +1,13 @@
-"""End a command: with an exit code, and with one paragraph on stderr where something of ours went wrong.
+"""Exit codes, signals and output of the commands.
 
-Rule 1: an error of the tree under ZmqTrainError is for the user, without a traceback; any other is our fault, with.
-Rule 2: Ctrl-C is a way to end, not an error: 0; a second one quits at once: 130. So is the end of the run by an
-operator. SIGTERM and SIGHUP (a window that is closed) are as Ctrl-C; but a SIGHUP is never a second one, as a shell and
-the system may both send it, and one that was ignored when the process began (nohup) stays ignored.
-Rule 3: a service (node, broker) that would end the same way if it were started again says so by its exit code, 78
-(EX_CONFIG of sysexits.h), for the service manager that starts it again after any other.
-Rule 4: whoever was interrupted while XLA compiled leaves without the interpreter's regular end.
-Rule 5: a service goes on without its output: what cannot be written (the disk is full, `| head`) is dropped.
+Rule 1: a ZmqTrainError is one paragraph on stderr; any other error is ours, and has a traceback.
+Rule 2: Ctrl-C ends a command with 0, a second one at once with 130; an operator's end of the run is 0 too. SIGTERM and
+SIGHUP (a closed window) count as Ctrl-C; but a SIGHUP is never the second, because a shell and the system may both send
+it, and one that was ignored when the process began (nohup) stays ignored.
+Rule 3: a service (node, broker) that a restart would not help ends with 78 (EX_CONFIG of sysexits.h), so that its
+service manager does not start it again.
+Rule 4: a process that is interrupted while XLA compiles skips the interpreter's regular end, which crashes then.
+Rule 5: a service runs on without its output: text that cannot be written (full disk, `| head`) is dropped.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from zmqtrain.core.errors import (
 
 ERROR, NO_USE, INTERRUPTED = 2, 78, 130
 FINAL = frozenset({"key", "model", "revoked", "run", "superseded"})
-"""The reasons of a refusal that is the same the next time."""
+"""Reasons for a refusal that a restart does not change."""
 SHOW_CURSOR = b"\x1b[?25h\n"
 _watched: list[socket.socket] = []
-"""The two ends of what the signals are written to: they are open as long as the process lives."""
+"""The socket pair that signals are written to; it is never closed."""
 
 
 def run_command(program: str, command: Callable[[], int], service: bool = False) -> int:
-    """Run a command and return its exit code: an error of ours becomes one paragraph on stderr and 2, Ctrl-C 0.
+    """Run a command and return its exit code: 2 after a ZmqTrainError, 0 after Ctrl-C.
 
-    service: it is one that a service manager starts again: 78 where that would not help; it needs no output.
+    service: a service manager may restart it: 78 where that would not help; it runs on without its output.
     """
     if not service:
         return _run_command(program, command, service)
@@ -79,13 +79,13 @@ def _run_command(program: str, command: Callable[[], int], service: bool) -> int
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether there is too little memory: Python's, or the device's as XLA says it."""
+    """Whether memory ran out: Python's, or the device's according to XLA."""
     of_xla = type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and "RESOURCE_EXHAUSTED" in str(error)
     return isinstance(error, MemoryError) or of_xla
 
 
 def _is_final(error: ZmqTrainError) -> bool:
-    """Whether a service that ended by this would do so again."""
+    """Whether a service that ended by this error would end so again."""
     match error:
         case JoinRefused(reason=reason) | HubUnreachable(reason=reason):
             return reason in FINAL
@@ -95,7 +95,7 @@ def _is_final(error: ZmqTrainError) -> bool:
 
 
 def leave_at_once() -> None:
-    """End this process without saying goodbye: what a second Ctrl-C asks for. Exit code 130."""
+    """End this process without a goodbye, with exit code 130: the second Ctrl-C."""
     _show_cursor()
     os._exit(INTERRUPTED)
 
@@ -107,9 +107,9 @@ def _show_cursor() -> None:
 
 
 def leave_without_teardown() -> NoReturn:
-    """End this process, which has said goodbye already, with exit code 0 and without the interpreter's regular end.
+    """End this process with exit code 0, without the interpreter's regular end.
 
-    An XLA compilation that was interrupted crashes there, now and then: signal 11.
+    An interrupted XLA compilation sometimes crashes there (signal 11). The caller has said goodbye.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -125,11 +125,9 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def watch_signals(noticed: Callable[[int], None]) -> None:
-    """Have `noticed(count)` called at once at each signal of `end_signals`, in a thread of its own. A SIGHUP counts
-    only as the first.
+    """Call `noticed(count)` at each signal of `end_signals`, in a thread of its own. A SIGHUP counts only as the first.
 
-    Call it once, in the main thread. Python's own handlers run in that thread, which may be in a long call of C: XLA
-    compiles for many seconds.
+    Call it once, in the main thread. Python's own handlers run only there, where XLA may compile for many seconds.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -152,7 +150,7 @@ def watch_signals(noticed: Callable[[int], None]) -> None:
 
 
 class _Dispensable(io.RawIOBase):
-    """A descriptor that takes all that is written; what it cannot write is dropped."""
+    """A descriptor that drops what it cannot write."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -175,7 +173,7 @@ class _Dispensable(io.RawIOBase):
 
 @contextlib.contextmanager
 def _dispensable_output() -> Iterator[None]:
-    """Have stdout and stderr take all that is written, for the block."""
+    """Let stdout and stderr drop what they cannot write, for the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_dispensable(stream) for stream in before)
     try:
@@ -202,10 +200,9 @@ def _dispensable(stream: TextIO | None) -> TextIO:
 
 @contextlib.contextmanager
 def first_interrupt(told: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-    """Give a function that says whether one of `end_signals` has come; the first calls `told`, the second quits at
-    once.
+    """Yield a function that says whether a signal of `end_signals` has come; the first calls `told`, the second quits.
 
-    Only in the main thread; the signals' handlers are put back at the end of the block.
+    Only in the main thread; the former handlers are restored at the end of the block.
     """
     asked = False
 

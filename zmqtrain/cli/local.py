@@ -1,8 +1,8 @@
-"""Run a broker and several nodes on this PC: `zmqtrain local`.
+"""A broker and several nodes on this PC: `zmqtrain local`.
 
 Rule 1: the broker is a thread of this process, each node a process of its own, as it would be on a PC of its own.
 Rule 2: no node outlives this process: each reads a pipe of which only this process holds the other end.
-Rule 3: a node that dies is reported with its own words; the others go on.
+Rule 3: the death of a node is reported with its last line of stderr; the others go on.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LocalConfig(RunOptions):
 
 @dataclass(frozen=True)
 class Departure:
-    """A node process that has ended: its name, exit code and what it wrote to stderr last."""
+    """A node process that has ended: its name, exit code and last line of stderr."""
 
     name: str
     code: int
@@ -180,7 +180,7 @@ class Federation:
 
     @property
     def roster(self) -> Roster | None:
-        """How the run stands, as the broker last said; once the nodes are told to end, with what each said last."""
+        """The broker's newest roster; once the nodes are to end, with the newest row of each."""
         roster = self.broker.roster
         if roster is None:
             return None

@@ -115,7 +115,7 @@ class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
     record: File = None
     """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again."""
     follow_stdin: bool = False
-    """Quit at once when standard input closes: whoever starts nodes as children holds its other end."""
+    """Quit at once when standard input closes: a program that starts nodes as children holds its other end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,10 +166,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_card(program: Program, settings: RunSettings, config: NodeConfig) -> None:
-    """Raise ConfigError, with what would fit, if a node of this run cannot fit the device that trains.
+    """Raise ConfigError, with settings that would fit, if a node of this run does not fit the device that trains.
 
-    What it has is what the user says (`card_memory`, less what is not jax's to use) or else what the device says; where
-    neither says anything, as on a processor, nothing is measured.
+    The limit is `card_memory` less the memory of others, or else what the device reports; without either (a processor)
+    nothing is measured. A step's memory is measured, an exchange's is counted (`planning.costs`).
     """
     from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
     from zmqtrain.train.program_wrappers import DataParallel
@@ -215,7 +215,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "zmqtrain-node"
 GOODBYE_SECONDS = 3.0
-"""So long at most a node that has trained nothing takes to say goodbye."""
+"""The most time for the goodbyes of a node that has trained nothing."""
 
 Batch = TypeVar("Batch")
 
@@ -280,9 +280,9 @@ def _run(config: NodeConfig) -> int:
 
 
 def model_line(run: str, version: int, over: bool, address: str, keys: Path | None) -> str:
-    """Return what a node says last of the model: the broker's file is it, and what this node held may be another.
+    """Return a node's last words about the model: the broker has the file, and this node's parameters may differ.
 
-    over: the run is, and the node ended with its last parameters.  keys: with which it came in, as typed.
+    over: the run ended, and the node has its last parameters.  keys: as typed.
     """
     if over:
         return f"{run} is over: this node ended with its last parameters, of version {version}; its broker has the file"
@@ -338,7 +338,7 @@ def _on_all_devices(program: Program) -> Program:
 
 
 def _name_device(everywhere: bool) -> str:
-    """Return on what this node is about to train, for people."""
+    """Return the device that trains, for people."""
     from zmqtrain.train.seen import name_device  # imports jax
 
     return name_device(everywhere=everywhere)
@@ -351,10 +351,10 @@ def _record_end(recorder: NodeRecorder, result: TrainingResult) -> None:
 
 
 def load_run_program(settings: RunSettings, data: str, hub: str) -> Program:
-    """Make the program that the broker names; data: where it lies on this PC, "" for where the broker says.
+    """Make the program that the broker names. data: its place on this PC, "" for the broker's arguments.
 
-    The run's seed is the data's too, unless the arguments say another. Raises ConfigError and DataError, saying on
-    which side to change what.
+    The run's seed is the program's unless the arguments name one. Raises ConfigError and DataError, which say on which
+    side to change what.
     """
     from zmqtrain.programs import load_program, parse_arguments, program_arguments
 
@@ -387,7 +387,7 @@ def load_run_program(settings: RunSettings, data: str, hub: str) -> Program:
 
 
 def say_alone(name: str, alone: Solitude | None) -> str:
-    """Return what the display of a node says that trains without a hub; "" where it has one."""
+    """Return the note of a node that trains without a hub; "" where it has one."""
     if alone is None:
         return ""
     loss = f", loss {format_number(alone.loss)}" if math.isfinite(alone.loss) else ""
@@ -398,11 +398,11 @@ def say_alone(name: str, alone: Solitude | None) -> str:
 
 
 class Interruption:
-    """What SIGINT, SIGTERM and SIGHUP mean to a node: stop after this step; at the second one, at once.
+    """SIGINT, SIGTERM and SIGHUP at a node: the first stops after the current step, the second at once.
 
-    Called by the loop as its `stop`. Until the first step has ended, the first signal ends the process, from a thread
-    of its own: the main thread may be compiling for long. While the main thread waits for data, it ends the waiting.
-    goodbyes: called before the process ends so, in order, for GOODBYE_SECONDS at most.
+    The loop calls it as its `stop`. Before the first step has ended, the first signal ends the process from a thread of
+    its own, because the main thread may compile for long. While the main thread waits for data, it ends the waiting.
+    goodbyes: called in order before such an end, for GOODBYE_SECONDS at most.
     """
 
     def __init__(self) -> None:
@@ -422,7 +422,7 @@ class Interruption:
         return self.asked
 
     def noticed(self, count: int) -> None:
-        """Take note of a signal as soon as it comes, in the thread that watches for them."""
+        """Record a signal at once, in the thread that watches for signals."""
         if count > 1:
             leave_at_once()
         if self._beginning:
@@ -430,7 +430,7 @@ class Interruption:
             threading.Thread(target=self._leave, name="zmqtrain-leaving", daemon=True).start()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal in the main thread, once that can. Raises KeyboardInterrupt while no data is here."""
+        """Handle a signal in the main thread. Raises KeyboardInterrupt while it waits for data."""
         if self.asked and number == signal.SIGHUP:
             return
         if self.asked:
@@ -452,7 +452,7 @@ class Interruption:
         leave_without_teardown()
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Give the batches on, until an interruption ends the waiting for one."""
+        """Yield the batches until a signal interrupts the wait for one."""
         following = iter(batches)
         while True:
             try:
@@ -467,7 +467,7 @@ class Interruption:
 
 
 def paced(batches: Iterable[Batch], pace_seconds: float) -> Iterator[Batch]:
-    """Give the batches on, no two of them within `pace_seconds`; what was late is not made up for. None is none."""
+    """Yield the batches at intervals of at least `pace_seconds`; None passes. Late ones shorten no later interval."""
     due = 0.0
     for batch in batches:
         if batch is None:
@@ -499,9 +499,9 @@ def result_table(result: TrainingResult, sample_word: str, in_lockstep: bool = F
 
 
 def _end_with_stdin() -> None:
-    """Wait until standard input closes: then whoever started this process is gone.
+    """Leave when standard input closes, because the parent is gone then.
 
-    The descriptor is read, not `sys.stdin`: a thread that holds its lock would abort the interpreter's regular end.
+    Reads the descriptor, because a thread that holds the lock of `sys.stdin` aborts the interpreter's regular end.
     """
     while os.read(0, 4096):
         pass

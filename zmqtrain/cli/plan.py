@@ -1,7 +1,7 @@
-"""Say before a run what it can be set to, and what it then does: `zmqtrain plan`.
+"""The best settings of a run before it begins, and their effect: `zmqtrain plan`.
 
-Rule 1: what is printed is computed by the very functions that a broker plans with (`runtime.schedule`) and a node
-estimates with (`runtime.memory`).  Rule 2: a plan that does not fit the card is the exit code 1.
+Rule 1: it computes by the same functions as a broker that plans and a node that estimates its memory (`planning`).
+Rule 2: the exit code is 1 if the plan does not fit the card.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List the programs that nodes can train, and what each takes: `zmqtrain programs`."""
+"""The programs that nodes can train, and their arguments: `zmqtrain programs`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Simulate a run on modelled computers and wires, or live a recorded one again: `zmqtrain sim SCENARIO.toml`.
+"""Simulation of a run on modelled computers and links, and replay of a recorded one: `zmqtrain sim SCENARIO.toml`.
 
-Rule 1: what is trained is trained for real; what is modelled is time. Rule 2: a scenario is a file (see
-`zmqtrain.sim.reading`); the command adds the seed, and where the records go.
+Rule 1: training is real, time is modelled.  Rule 2: a scenario is a file (`zmqtrain.sim.reading`); the command adds the
+seed, and where the records go.
 """
 
 from __future__ import annotations
