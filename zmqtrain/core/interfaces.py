@@ -267,43 +267,42 @@ class Describes(Protocol):
 
 
 class GradientExchange(Protocol):
-    """Turns the gradients of all processes into the next parameters: an allreduce, or a parameter server.
+    """Makes of the gradients of all processes the next parameters: an allreduce, or a parameter server.
 
-    All of it is called by the training thread, and waits for the others.  A step is `agree`, then, unless its `Turn`
-    has no samples, `begin` for one bucket of whole leaves after the other, and `finish`.  Each of these raises PeerLost
-    where a process is lost: after `recover` and `align`, the processes that have not completed the step repeat it.
+    The training thread calls it, and waits for the others.  A step is `agree`, then, unless its `Turn` has no samples,
+    `begin` for one bucket of whole leaves after the other, and `finish`.  If another process is lost each of these
+    raises PeerLost: after `recover` and `align`, processes that have not completed the step repeat it.
     """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What people call those who take part, by rank."""
+        """What people call the processes, by rank."""
 
     @property
     def rank(self) -> int:
-        """Which of them this process is, from 0."""
+        """The rank of this process, from 0."""
 
     @property
     def gives_weights(self) -> bool:
         """True if `finish` gives new parameters (a server's), False if it gives the gradients' mean."""
 
     def agree(self, samples: int, over: bool) -> Turn:
-        """Agree with all processes on the next step; waits for them.
-
-        samples: of this process (it takes part with 0, too).  over: it will never have any more.
-        """
+        """Report how many samples this process has for the next step (with none it takes part, too), and whether it
+        will never have any more; wait for the reports of the others."""
 
     def begin(self, leaves: Sequence[int], values: Array) -> None:
-        """Begin the exchange of one bucket, without waiting for it.
+        """Begin to send one bucket, without waiting.
 
         leaves: the numbers of the leaves in it.  values: their gradients end to end, flat float32 on the host, already
         weighed with `samples / turn.samples`. Nobody writes there before `finish` has returned.
         """
 
     def finish(self) -> list[Array]:
-        """Wait for the results of all buckets, and return them in the order in which they were begun."""
+        """Wait for the results of the buckets, and return them in the order of `begin`: the caller's own."""
 
     def align(self, step: int, state: Callable[[], Sequence[Array]]) -> tuple[int, Sequence[Array] | None]:
-        """Bring all to the state of a process that has made most steps; return that number and state (None: own state).
+        """Bring all to the state of the process that has made most steps. Return their number, and that state (None if
+        it is this process's own).
 
         step: how many steps this process has completed (nobody is ahead by more than one); -1: its state is not the
         others'.  state: gives its arrays, on the host: the parameters' leaves in their order, and, unless
@@ -314,7 +313,7 @@ class GradientExchange(Protocol):
         """Return the numbers of all (as many of each, of 32 bits), by rank."""
 
     def recover(self, lost: PeerLost) -> None:
-        """Go on with the remaining processes after PeerLost; waits for them. Raises PeerLost if none can go on."""
+        """Go on with the others, after PeerLost; wait for them. Raises PeerLost where nobody can go on."""
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received so far."""

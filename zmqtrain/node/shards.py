@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 from zmqtrain.codecs.fragment import WholeLayout
 from zmqtrain.core.errors import HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
-from zmqtrain.core.interfaces import Clock, Layout
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.interfaces import Layout, Population
 from zmqtrain.core.types import (
     Array,
     Counts,
@@ -29,7 +28,6 @@ from zmqtrain.core.types import (
     ExchangeStatistics,
     ModelSpec,
     Part,
-    PeerId,
     StepSchedule,
     Update,
     Version,
@@ -210,6 +208,9 @@ class ShardedNode:
 
     def __init__(self, first: Node, opener: LineOpener, wait_seconds: float) -> None:
         self._first, self._lines = first, Lines(first, opener, wait_seconds)
+        self.clock, self.name, self.settings, self.peer_id = first.clock, first.name, first.settings, first.peer_id
+        self.population: Population | None = None
+        """See Exchange: no population has several masters."""
         self._count, self._fragments = first.settings.masters, first.settings.fragments
         self._layout: WholeLayout | None = None
         self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
@@ -236,21 +237,6 @@ class ShardedNode:
     # ------------------------------------------------------------------ what the first master knows
 
     @property
-    def clock(self) -> Clock:
-        """See Exchange."""
-        return self._first.clock
-
-    @property
-    def name(self) -> str:
-        """See Exchange."""
-        return self._first.name
-
-    @property
-    def settings(self) -> RunSettings:
-        """The run's settings, as the first master gave them."""
-        return self._first.settings
-
-    @property
     def alone(self) -> Solitude | None:
         """How this node trains without the first master; None: that is there."""
         return self._first.alone
@@ -261,11 +247,6 @@ class ShardedNode:
         return self._first.address
 
     @property
-    def peer_id(self) -> PeerId:
-        """How the first master knows this node."""
-        return self._first.peer_id
-
-    @property
     def run(self) -> str:
         """The id of the run."""
         return self._first.run
@@ -274,10 +255,6 @@ class ShardedNode:
     def roster(self) -> Roster | None:
         """Who is in the run, as the first master last said."""
         return self._first.roster
-
-    @property
-    def population(self) -> None:
-        """See Exchange: no population has several masters."""
 
     @property
     def ended_with_run(self) -> bool:

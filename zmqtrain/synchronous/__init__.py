@@ -1,1 +1,1 @@
-"""What carries gradients when nodes train in lockstep: a communicator, or a parameter server."""
+"""Exchange of gradients in synchronous training: over a communicator, or a parameter server."""

@@ -72,7 +72,7 @@ class Group(Protocol):
         """Return the sum of all processes' arrays."""
 
     def iallreduce(self, x: Any, op: str = "sum", *, algorithm: str = "auto", codec: Any = None) -> Pending:
-        """Begin an allreduce; what comes of it is the caller's own."""
+        """Begin an allreduce; its result is the caller's own."""
 
     def broadcast(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
         """Return the array of `root`."""
@@ -153,7 +153,7 @@ class AllreduceExchange:
         return [tuple(row) for row in self._sum(table.reshape(-1)).reshape(table.shape).tolist()]
 
     def recover(self, lost: PeerLost) -> None:
-        """See GradientExchange: whoever is lost meanwhile is left out, too."""
+        """See GradientExchange: processes lost meanwhile are left out, too."""
         self._pending.clear()
         self._group = self._group.shrink(self.timeout_seconds)
         if self.algorithm == "hub":
@@ -207,7 +207,7 @@ class Client(Protocol):
     name: str
 
     def init_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
-        """Begin keys with these values, unless they are there; return what is there now."""
+        """Begin keys with these values, unless they exist; return their values."""
 
     def pull_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
         """Return the keys' values."""
@@ -297,7 +297,7 @@ class ServerExchange:
         return [weights for weights, _ in pending]
 
     def align(self, step: int, state: Callable[[], Sequence[Array]]) -> tuple[int, Sequence[Array] | None]:
-        """See GradientExchange: the weights that the server has; before the first step, those of whoever came first."""
+        """See GradientExchange: the weights that the server has; before the first step, those of the first worker."""
         if self._client is None:
             self._open(reads_only=False)
         own = [np.asarray(leaf, np.float32) for leaf in state()]
@@ -347,7 +347,7 @@ class ServerExchange:
         return self._client
 
     def _open(self, *, reads_only: bool) -> None:
-        """Be a worker, or only a reader, from now on.
+        """Become a worker, or only a reader.
 
         The new one is there before the old one leaves: a server without clients would wait for all workers again.
         """

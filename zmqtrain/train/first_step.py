@@ -1,10 +1,9 @@
-"""Tell two nodes that train on the same batches from two that do not, by their first step.
+"""Digest of a node's first step, by which the hub finds nodes that train on the same batches.
 
-The digest is of the loss and of the parameters after the step. Nodes that begin with the same parameters (the usual
-seed in a script) have the same digest if their first batches are the same, and practically never otherwise. Nodes that
-begin with different ones, or compute on different devices, are not compared: their digests differ.
-
-Rule: a step that moved nothing (a learning rate that begins with 0) has no digest, for it says nothing of the batch.
+It is of the loss and of the parameters after the step. Nodes that begin with the same parameters (the usual seed in a
+script) have the same digest if their first batches are the same, and practically never otherwise. Nodes that begin
+with different parameters, or compute on different devices, have different digests. A step that moved nothing (a
+learning rate that begins with 0) has none, because it shows nothing of the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from zmqtrain.core.types import number_of
 
 DIGEST_BYTES = 16
 MOST_VALUES = 1 << 18
-"""The smallest leaves are read, until they have so many values together."""
+"""The smallest leaves are read, up to so many values together."""
 
 
 class FirstStep:

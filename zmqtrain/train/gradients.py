@@ -8,8 +8,8 @@ Rule 2: parameters are equal on all processes, bit for bit, after every step. Th
 state), take the same step of the same mean, and their checksums are compared at the end, and when it is asked for.
 Rule 3: nothing is decided by time: who has no data takes part with weight 0, and all end together when all have said
 that they never will have any more.
-Rule 4: a step is completed or made again: where a process is lost in the middle of one, those who have completed it
-give the others their state; where nobody has, those who are left make it anew, of their own gradients.
+Rule 4: a step is completed or repeated: if a process is lost during one, those that have completed it give the others
+their state; if nobody has, the others repeat it with their own gradients.
 Source: synchronous SGD with large minibatches, Goyal et al. 2017; Li et al. 2020, PyTorch Distributed.
 """
 
@@ -75,7 +75,7 @@ DEFAULTS = GradientOptions()
 
 
 class GradientLoop:
-    """Train a Program in lockstep with the others of its run, until the data of all has ended.
+    """Trains a Program synchronously with the other nodes of its run, until the data of all has ended.
 
     open_gradients: opens the exchange with the others, once this node has joined the run, for its model, at the version
     of its parameters; the loop closes it.  make_sync: as for `TrainingLoop`.
@@ -95,9 +95,9 @@ class GradientLoop:
         settings = exchange.settings
         if settings.initial == "own" or settings.elastic < 1:
             raise ConfigError(
-                "nodes that train in lockstep have the same parameters, and this run's settings let each keep its own "
-                f"(initial {settings.initial!r}, elastic {settings.elastic:g}): start the broker with --initial best "
-                "and --elastic 1, or the nodes without --exchange"
+                "nodes that train synchronously have the same parameters, and this run's settings let each keep its "
+                f"own (initial {settings.initial!r}, elastic {settings.elastic:g}): start the broker with --initial "
+                "best and --elastic 1, or the nodes without --exchange"
             )
         minibatch = minibatch_from_spec(settings.minibatch)
         if options.overlap == "next" and not isinstance(minibatch, FixedMinibatch):
@@ -110,7 +110,7 @@ class GradientLoop:
         self.local.trains_apart = settings.trains_apart
 
     def run(self, batches: Iterable[Any | None]) -> TrainingResult:
-        """Join, train in lockstep, compare, give the run the final parameters, score them.
+        """Join, train synchronously, compare, give the run the final parameters, score them.
 
         batches: None among them says that there is none now, and may be one later.
         Raises what joining, the program and the exchange raise; NonFiniteDelta if a gradient of this process is not
@@ -121,32 +121,32 @@ class GradientLoop:
         sync, state = begin(self.program, self.exchange, self.local, self.hooks.stop, self.make_sync)
         gradients = self.open_gradients(describe_model(state.params), sync.version)
         try:
-            lockstep = _SynchronousRun(self, sync, gradients, state, _Coming(batches, self.hooks))
+            process = _SynchronousRun(self, sync, gradients, state, _Coming(batches, self.hooks))
             del state
-            ended = lockstep.train()
+            ended = process.train()
         finally:
             gradients.close()
-        params = lockstep.state.params
+        params = process.state.params
         if ended:
-            sync.take_note(lockstep.steps, lockstep.samples)
+            sync.made_steps(process.steps, process.samples)
             # through a server nobody knows whether the others were asked to stop as well
             seconds = ALONE_SECONDS if gradients.gives_weights and self.hooks.stop() else FLUSH_SECONDS
             before = sync.version
-            params = sync.finish(params, seconds, moved=lockstep.moved)
-            if lockstep.steps and sync.version == before:
+            params = sync.finish(params, seconds, moved=process.moved)
+            if process.steps and sync.version == before:
                 logger.warning(
                     "%s: the run has not taken the parameters of these %d steps: its broker was not there, or not all "
                     "others were; the run keeps those it had before",
                     self.exchange.name,
-                    lockstep.steps,
+                    process.steps,
                 )
         scores = self.program.evaluate(params)
         if ended:
             self.exchange.report_scores(scores, sync.version)
-        if lockstep.difference is not None:
-            raise lockstep.difference
+        if process.difference is not None:
+            raise process.difference
         seconds = self.exchange.clock.monotonic() - began
-        return TrainingResult(params, scores, lockstep.statistics(), seconds, lockstep.samples)
+        return TrainingResult(params, scores, process.statistics(), seconds, process.samples)
 
 
 class _GradientStep(MinibatchStep):
@@ -215,7 +215,7 @@ _functions = lru_cache(maxsize=COMPILED_KEPT)(_Functions)
 
 
 class _SynchronousRun:
-    """What one process holds in lockstep. difference: found between processes' parameters; moved: took over others'."""
+    """One process of a synchronous run. difference: found between processes' parameters; moved: it adopted others'."""
 
     def __init__(
         self, loop: GradientLoop, sync: DelayedSync, gradients: GradientExchange, state: TrainState, coming: _Coming
@@ -385,7 +385,7 @@ class _SynchronousRun:
         return self.difference is None
 
     def _align(self) -> None:
-        """Take the state of whoever has made most steps; at the very beginning, of the first process."""
+        """Take the state of the process that has made most steps; at the very beginning, of the first process."""
         step, arrays = self.gradients.align(self.steps if self._in_step else -1, lambda: host_state(self._shared()))
         if arrays is not None:
             self._adopt(arrays)

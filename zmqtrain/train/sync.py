@@ -1,8 +1,7 @@
-"""Keep the parameters of a loop of one's own in step with the run: exchange every k steps, without waiting.
+"""Keeps the parameters of a training loop in step with the run: exchange every k steps, without waiting.
 
-Rule 1: knows an Exchange, not a network; time is the exchange's, which may be a virtual one.
-Rule 2: nothing here waits for another node unless the settings say so (strict mode, bounded staleness): then an
-aggregate is applied at exactly k + d.
+It knows an Exchange, not a network; time is the exchange's. It waits for other nodes only if the settings say so
+(strict mode, bounded staleness): then an aggregate is applied at exactly k + d.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 STRICT_WAIT_SECONDS = 600.0
 STRICT_LOOK_SECONDS = 10.0
-"""After so long without an aggregate, strict mode looks again whether it still has one to wait for."""
+"""How often strict mode, without an aggregate, checks that it still has one to wait for."""
 FLUSH_SECONDS = 30.0
 LANDING_LOOK_SECONDS = 0.005
 HELD_KEPT = 15
-"""Of so many exchanges, the newest, the median says how long one holds the training thread: the first ones compile."""
+"""The time for which an exchange holds the training thread is the median of so many; the first ones compile."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Adoption(NamedTuple):
 
 
 class DelayedSync:
-    """Keep a training loop's parameters in step with the run: offer every k steps, apply d steps later.
+    """Keeps a training loop's parameters in step with the run: offers every k steps, applies d steps later.
 
         with zt.DelayedSync(node, params) as sync:
             for batch in node.batches(batches_of):
@@ -96,13 +95,13 @@ class DelayedSync:
     first `step` returns the run's parameters (or take `sync.start` before the loop).  donate: `step` may use up the
     buffers it is given.  anchor: where the shared parameters are kept: "device" (where `params` are) or "host".
     score: of `params` on training data that was held out, where the run begins with the best or the mean (NaN: not
-    known).  judge: scores any parameters so: to say whether the mean is fit to begin with, and, where each node keeps
-    its own (initial own), how its own score and whether to adopt what it is lent. None: others say of a mean; its own
-    are compared by the `score` of its steps.
-    moments: the optimizer's state as float32 arrays, for who adopts these parameters.
-    state: whatever else of the loop belongs in a checkpoint, where the node keeps one (`connect(..., checkpoint=...)`):
-    any pytree of arrays and numbers, as the optimizer's state and random keys. If the node goes on from a checkpoint,
-    `start` and `state` are what it held.
+    known).  judge: scores any parameters so: to decide whether the run may begin with the mean, and, where each node
+    keeps its own (initial own), whether to adopt those that it is lent. None: other nodes judge the mean; its own are
+    compared by the `score` of its steps.
+    moments: the optimizer's state as float32 arrays, for nodes that adopt these parameters.
+    state: the rest of the loop's state for a checkpoint, where the node keeps one (`connect(..., checkpoint=...)`): any
+    pytree of arrays and numbers, as the optimizer's state and random keys. If the node goes on from a checkpoint,
+    `start` and `state` are the checkpoint's.
     Raises ModelMismatch when the run has another model.  k, d and the rest are `exchange.settings`: the broker's.
     """
 
@@ -125,7 +124,7 @@ class DelayedSync:
                 "params)"
             )
         self.state = state
-        """As it was given, or as the checkpoint had it that this node goes on from."""
+        """As given, or that of the checkpoint that this node goes on from."""
         self._keeping = exchange.checkpoint if isinstance(exchange, Keeps) else None
         self.exchange, self.settings, self._clock = exchange, exchange.settings, exchange.clock
         self._tree: Any
@@ -183,9 +182,9 @@ class DelayedSync:
         return jax.tree.unflatten(self._tree, [jax.numpy.array(leaf) for leaf in self._own])
 
     def take_adoption(self) -> Adoption | None:
-        """Return, once, that this node has adopted another's parameters since the last call: by joining, or preempted.
+        """Return, once, that this node has adopted another's parameters since the last call.
 
-        Its optimizer then begins anew, or goes on from the other's state.
+        Its optimizer then begins afresh, or goes on from the other's state.
         """
         adoption, self._adoption = self._adoption, None
         return adoption
@@ -202,10 +201,9 @@ class DelayedSync:
 
     @property
     def run_samples(self) -> int:
-        """How many samples of all nodes are in the shared parameters, as the hub last said (it does once a second).
+        """The samples of all nodes that are in the shared parameters, as the hub last reported (once a second).
 
-        A learning rate that follows this goes on where the run is at a node that joins later, where one that follows
-        the node's own steps begins again: docs/examples/schedule_loop.py.
+        A learning rate that follows this is right at a node that joins later, too: docs/examples/schedule_loop.py.
         """
         return self.exchange.statistics().run_samples
 
@@ -226,7 +224,7 @@ class DelayedSync:
         parameters to go on with.
 
         score: the loss of this step, lower is better; an offer's score is the mean of those since the last offer.
-        A device scalar is not waited for; the one of the step before is: a loop that ran a hundred steps ahead of its
+        A device scalar is not waited for, but that of the step before is: a loop that ran a hundred steps ahead of its
         device would apply everything a hundred steps late.
         samples: in this step.  moments: gives the optimizer's state as float32 arrays, if another node is to have it.
         state: what else a checkpoint holds, should one be due; it is copied.
@@ -246,7 +244,7 @@ class DelayedSync:
         began = self._clock.monotonic()
         if self._first_step is not None:
             self._tell_first_step(leaves, score, self._first_step)
-        self.take_note(1, samples)
+        self._tracker.made_steps(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
             leaves = jax.tree.leaves(self.params)
             self._tracker.forget_unsent()
@@ -299,7 +297,6 @@ class DelayedSync:
         self._keeping.save(*pack_loop(params, anchor, state, self._tracker, self._schedule, adopted), wait)
 
     def _go_on_from(self, leaves: list[Any], facts: dict[str, Any], arrays: Mapping[str, Array]) -> None:
-        """Be where `save` was."""
         kept = unpack_loop(jax.tree.unflatten(self._tree, leaves), self.state, facts, arrays)
         self._own, self._anchor, self.state = list(kept.own), self._moves.place(kept.anchor), kept.state
         self._adopted = False  # of an adoption that was not taken yet, the state is still that of before
@@ -313,17 +310,17 @@ class DelayedSync:
         if isinstance(self.exchange, Describes) and not (self.steps or self._resumed):
             self.exchange.describe(first_step=first_step.digest(leaves, score))
 
-    def take_note(self, steps: int, samples: int) -> None:
-        """Take note of steps that were made without an exchange: what they have moved is pending."""
+    def made_steps(self, steps: int, samples: int) -> None:
+        """Record steps that were made without an exchange: their change is pending."""
         self._tracker.made_steps(steps, samples)
 
     def finish(self, params: Params, timeout_seconds: float = FLUSH_SECONDS, *, moved: bool = False) -> Params:
-        """Drain what is pending: wait for what is on its way, then send the rest uncompressed, and wait for that.
+        """Drain what is pending: wait for the offers in flight, then send the rest uncompressed, and wait for that.
 
         Returns the parameters, which are then the anchor but for rounding; at the end of a run, the same on all nodes.
-        What is refused or lost is sent again. Gives up, without error, after the time, or when the run cannot be
-        reached for `lost_seconds`: what has not landed by then stays in the returned parameters alone.
-        moved: without a step of this node its parameters have come to be others', and not by this exchange.
+        A refused or lost offer is sent again. Gives up, without error, after the time, or when the run cannot be
+        reached for `lost_seconds`: progress that has not landed by then is in the returned parameters alone.
+        moved: this node's parameters have changed without a step of its own, and not by this exchange.
         Raises LocalProtocolError after `close`.
         """
         if self._ended == "close":
@@ -331,8 +328,8 @@ class DelayedSync:
         leaves = self._flatten(params)
         self._ended, self._last = "finish", None
         until = self._clock.monotonic() + timeout_seconds
-        # who never made a step has nothing to drain, unless its parameters have moved otherwise, or were its own from
-        # the beginning; and an empty round would only move the outer momentum on
+        # a node without a step has nothing to drain, unless its parameters have moved otherwise, or were its own from
+        # the beginning; an empty round would only advance the outer momentum
         begun = self.exchange.state().founded and (self.steps or moved or self._own is not None)
         each, masters = self._each if begun else 0, range(self.settings.masters)
         leaves = self._drain(leaves, [range(each * master, each * (master + 1)) for master in masters], until)
@@ -383,7 +380,7 @@ class DelayedSync:
         if not self.exchange.state().stopped:
             return
         if not (self._adopted or self._untaken):
-            self.take_note(1, samples)
+            self._tracker.made_steps(1, samples)
             self._last = params if self._keeps_last else None
         raise RunStopped(
             f"an operator has ended the run of {self.exchange.name} (zmqtrain stop), and its broker saves the model. "
@@ -456,10 +453,8 @@ class DelayedSync:
         return self._await_due(leaves) if self.settings.waits else leaves
 
     def _await_due(self, leaves: list[Any]) -> list[Any]:
-        """Wait for what must be applied now; an offer that is withdrawn meanwhile is not waited for any longer.
-
-        Nor, but in strict mode, is a hub that cannot be reached: the node trains on alone, as under any other rule.
-        """
+        """Wait for the updates that must be applied now, except for offers that are withdrawn meanwhile, and (but in
+        strict mode) for a hub that cannot be reached: the node trains on alone."""
         strict, until = self.settings.mode == "strict", self._clock.monotonic() + STRICT_WAIT_SECONDS
         look_seconds = STRICT_LOOK_SECONDS if strict else self.settings.lost_seconds
         while due := [s for s in self.exchange.state().in_flight if self._is_awaited(s, strict)]:
@@ -501,8 +496,8 @@ class DelayedSync:
         return leaves
 
     def _declines(self, leaves: list[Any], update: Update) -> bool:
-        """Return whether the parameters that this node is lent, as one of a population, are worse than its own by its
-        own held-out data (or not finite); it then keeps its own, and says so."""
+        """Return whether the parameters that this node of a population is lent are not finite, or worse than its own on
+        its own held-out data; it then keeps its own, and reports so."""
         if self.settings.initial != "own":
             return False
         lent, own = self._score(self._tree_of(update)), self._score(jax.tree.unflatten(self._tree, leaves))
@@ -517,8 +512,7 @@ class DelayedSync:
         return True
 
     def _compare(self, leaves: list[Any]) -> None:
-        """Say how this node's own parameters score, while it is one of a population: by `judge`, or else by the losses
-        of its last steps."""
+        """Report how this node's own parameters score: by `judge`, or else by the losses of its last steps."""
         score = self._score(jax.tree.unflatten(self._tree, leaves))
         assert self.exchange.population is not None
         self.exchange.population.compare(self._recent_score() if math.isnan(score) else score)
@@ -527,29 +521,29 @@ class DelayedSync:
         return math.nan if self._judge is None else float(self._judge(params))
 
     def _recent_score(self) -> float:
-        """Return the mean loss of the last steps, NaN if none was told; infinite where training has diverged."""
+        """Return the mean loss of the last steps, NaN if there is none; infinite where training has diverged."""
         scores = [number_of(one) for one in self._recent if not _is_deleted(one)]
         if not scores:
             return math.nan
         return statistics.fmean(scores) if all(map(math.isfinite, scores)) else math.inf
 
     def _drain(self, leaves: list[Any], fragments: Sequence[Iterable[int]], until: float) -> list[Any]:
-        """Let land what is on its way to each master, then what is pending of its fragments, sent uncompressed.
+        """Wait for the offers in flight to each master, then send what is pending of its fragments, uncompressed.
 
-        All masters at once: a round may wait for all nodes, and who waited for one master would be missed at another.
+        All masters at once: a round may wait for all nodes, so a node that waited for one master would hold up another.
         """
         left, landed = {n: Drain(one, self._clock.monotonic()) for n, one in enumerate(fragments)}, set[int]()
         while left:
             leaves = self._take_all(leaves, landed)
             now, state = self._clock.monotonic(), self.exchange.state()
-            on_their_way = {self._tracker.master_of(sequence) for sequence in state.in_flight}
+            in_flight = {self._tracker.master_of(sequence) for sequence in state.in_flight}
             for master, drain in list(left.items()):
-                if master not in on_their_way:
+                if master not in in_flight:
                     if (fragment := drain.next_fragment(landed)) is not None:
                         drain.offered(self._offer_fragment(leaves, fragment, dense=True), now)
                 elif master not in state.unreachable:
                     drain.reached(now)
-                if not (drain.left or master in on_their_way):
+                if not (drain.left or master in in_flight):
                     self.exchange.everyone_drained(master)
                     del left[master]
                 elif now >= until or drain.gives_up(now, self.settings.lost_seconds):
@@ -559,7 +553,7 @@ class DelayedSync:
         return leaves
 
     def _take_all(self, leaves: list[Any], landed: set[int]) -> list[Any]:
-        """Apply all that has come; take note of what of this node landed in it."""
+        """Apply all updates that are here; add this node's offers that landed in them to `landed`."""
         while (update := self.exchange.poll()) is not None:
             leaves = self._apply(leaves, update)
             landed.update(update.landed)

@@ -1,9 +1,9 @@
-"""Say how nodes train in lockstep: by an allreduce of gradients, or through a parameter server (pure: no jax).
+"""The two ways of synchronous training, as specs: an allreduce of gradients, or a parameter server (pure: no jax).
 
-Rule 1: a choice is a frozen record, read from a text; `GradientLoop` (train/gradients.py) and its `GradientExchange`
-carry it out.  Rule 2: all nodes of a run make the same choice: they are compared by their canonical texts.
-Rule 3: a text is `name:argument=value,...`; the first value may stand without its name ("allreduce:ring"), and the last
-argument, which is itself a spec, takes all that follows ("allreduce:ring,codec=topk:density=0.01+int8").
+A choice is a frozen record, read from a text; `GradientLoop` and its `GradientExchange` carry it out. All nodes of a
+run make the same choice: the hub compares their canonical texts.
+A text is `name:argument=value,...`; the first value may stand without its name ("allreduce:ring"), and the last
+argument, itself a spec, takes all that follows ("allreduce:ring,codec=topk:density=0.01+int8").
 """
 
 from __future__ import annotations
