@@ -32,7 +32,7 @@ def test_every_value_of_a_key_lies_on_one_master_in_order(keys, masters, split_b
                     sum(piece.values for piece in pieces[:before]) for before in range(len(pieces))
                 ]
                 assert sum(piece.values for piece in pieces) == values and all(piece.values for piece in pieces)
-                assert [piece.master for piece in pieces] == sorted(piece.master for piece in pieces)
+                assert [piece.shard for piece in pieces] == sorted(piece.shard for piece in pieces)
 
 
 @settings(max_examples=40)
@@ -45,7 +45,7 @@ def test_no_two_masters_differ_by_more_than_the_bound_at_any_time(keys, masters,
         placed = shards.place(batch)
         for key, dtype in new.items():
             for piece in placed[key]:
-                held[piece.master] += piece.values * ITEM_BYTES[dtype]
+                held[piece.shard] += piece.values * ITEM_BYTES[dtype]
         assert shards.loads == held
         assert max(held) - min(held) <= split_bytes
 
@@ -81,7 +81,7 @@ def test_of_a_large_key_each_master_has_a_part_and_a_small_one_lies_on_one():
 def test_what_a_master_has_of_a_key_is_cut_so_that_the_first_comes_back_while_the_last_goes_up():
     values = 3 * PIECE_BYTES // 4
     pieces = ShardMap(2).place({"w": (values, "float32")})["w"]
-    assert [piece.master for piece in pieces] == [0, 0, 1, 1]
+    assert [piece.shard for piece in pieces] == [0, 0, 1, 1]
     assert sum(piece.values for piece in pieces) == values
     assert max(piece.values for piece in pieces) * 4 == PIECE_BYTES
     assert pieces[1].name("w", values) == f"w[{pieces[1].start}:{pieces[2].start}]"

@@ -509,7 +509,6 @@ def barrier(rank: int, size: int) -> Steps:
 
 
 def _others(rank: int, size: int) -> list[int]:
-    """Return all other ranks, from the next one on."""
     return [(rank + distance) % size for distance in range(1, size)]
 
 
@@ -875,7 +874,6 @@ def _encode(codec: Coder, values: NDArray[Any], parts: Sequence[slice]) -> NDArr
 
 
 def _decode(codec: Coder, lent: Any, out: NDArray[Any], parts: Sequence[slice], *, add: bool) -> None:
-    """Decode a message into these parts of `out`, or add it to them."""
     cut = _cut(codec, lent, parts)
     for part, buffers in zip(parts, cut, strict=True):
         codec.check(buffers, _length(part))

@@ -160,17 +160,17 @@ class Call:
     ended: bool = False
     error: ZmqTrainError | None = None
     owner: Any = None
-    _phases: Phases | None = None
-    _steps: Steps | None = None
-    _dtype: np.dtype[Any] | None = None
-    _code: int = 0
-    _wanted: Receive | None = None
-    _filled: int = 0
-    _filling: NDArray[np.uint8] | None = None
-    _sources: dict[int, Inflow] = field(default_factory=dict)
-    _streams: dict[int, Outflow] = field(default_factory=dict)
-    _moved: bool = True
-    _ask_at: float = 0.0
+    _phases: Phases | None = field(default=None, init=False)
+    _steps: Steps | None = field(default=None, init=False)
+    _dtype: np.dtype[Any] | None = field(default=None, init=False)
+    _code: int = field(default=0, init=False)
+    _wanted: Receive | None = field(default=None, init=False)
+    _filled: int = field(default=0, init=False)
+    _filling: NDArray[np.uint8] | None = field(default=None, init=False)
+    _sources: dict[int, Inflow] = field(default_factory=dict, init=False)
+    _streams: dict[int, Outflow] = field(default_factory=dict, init=False)
+    _moved: bool = field(default=True, init=False)
+    _ask_at: float = field(default=0.0, init=False)
 
     @property
     def waits_for(self) -> tuple[int, ...]:
@@ -318,7 +318,6 @@ class Calls:
         self._end_alone(call, error)
 
     def _end_alone(self, call: Call, error: OperationError) -> None:
-        """End one call with an error; what others still send of it is dropped."""
         self._failed[call.number] = self.rank, call.digest, error
         self._calls.pop(call.number, None)
         self._end(call, error)
@@ -351,7 +350,6 @@ class Calls:
             self._advance(call)
 
     def _compare(self, number: int, source: int, theirs: str) -> None:
-        """Compare another rank's call with this rank's, now or when it is made."""
         if number > self.number:
             if number <= self.number + _AHEAD:
                 self._theirs.setdefault(number, {})[source] = theirs
@@ -372,7 +370,6 @@ class Calls:
     # ------------------------------------------------------------------ the moves
 
     def _advance(self, call: Call) -> None:
-        """Play a call as far as it goes."""
         lent: Any = None
         call._moved = True
         if call._wanted is not None:

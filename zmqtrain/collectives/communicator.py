@@ -692,11 +692,9 @@ class Communicator:
         return request
 
     def _take(self, x: Any) -> Tree:
-        """Take apart what a caller gives: arrays, or a Python value."""
         return take_value(self._pack_value(x)) if is_value(x) else take_tree(x)
 
     def _rebuild(self, tree: Tree, joined: NDArray[np.uint8]) -> Any:
-        """Return what the bytes of a tree stand for."""
         made = tree.unpack(tree.split(joined))
         return self._unpack_value(made[0]) if tree.is_value else made
 
@@ -705,7 +703,6 @@ class Communicator:
         raise ConfigError(f"{type(value).__name__} does not travel by this communicator: it carries arrays only")
 
     def _unpack_value(self, packed: NDArray[np.uint8]) -> Any:
-        """Return the Python value that was packed."""
         raise LocalProtocolError("a Python value came to a communicator that carries arrays only")
 
     def _post(self, request: Request, transfer: Any, post: Callable[[], object]) -> Request:
@@ -816,7 +813,6 @@ class Communicator:
         return codec
 
     def _chunk(self, flat: NDArray[Any], algorithm: str = "") -> int:
-        """Return how many values of an array go in one message."""
         return max(1, choose_chunk_bytes(algorithm, self.size, flat.nbytes) // flat.itemsize)
 
     def _rooted(self, nbytes: int) -> str:
@@ -882,7 +878,6 @@ class Communicator:
         return each
 
     def _room_for_all(self, nbytes: int) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
-        """Return room for so many bytes of each rank, whole and by rank."""
         joined = np.empty(self.size * nbytes, _BYTES)
         return joined, [joined[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.size)]
 
@@ -955,7 +950,6 @@ def _nothing() -> None:
 
 
 def _reductions(op: Op, tree: Tree) -> tuple[list[Reduction], str]:
-    """Return the reduction of each dtype of a tree, and the name of the operation."""
     reductions = [_reduction(op, dtype) for dtype in tree.sizes()]
     return reductions, reductions[0].name if reductions else "sum"
 
@@ -970,7 +964,6 @@ def _reduction_by_name(op: str, dtype: np.dtype[Any]) -> Reduction:
 
 
 def _put(tree: Tree, into: NDArray[Any]) -> NDArray[Any]:
-    """Put a single array where its result will be; return that, flat."""
     usable = isinstance(into, np.ndarray) and into.flags.c_contiguous and into.flags.writeable
     if not tree.is_leaf or not usable or (into.dtype, into.shape) != (tree.shapes[0].dtype, tree.shapes[0].shape):
         raise ConfigError(f"into is a contiguous numpy array like x, which is {tree.text[:200]}")

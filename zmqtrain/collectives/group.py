@@ -207,22 +207,6 @@ _LEFT = "it has closed its communicator"
 _LONGEST_REASON = 400
 
 
-class Post(Protocol):
-    """What a group needs of its endpoint."""
-
-    def send(self, rank: int, context: int, head: Head, values: memoryview | None) -> int:
-        """Send one message to a rank of the port; return its bytes."""
-
-    def reduce(self, context: int, head: Head, values: memoryview) -> int:
-        """Have the hub reduce a part of a call; return the message's bytes."""
-
-    def note_lost(self, rank: int, why: str) -> None:
-        """Count a rank of the port among the lost."""
-
-    def note_difference(self, context: int) -> None:
-        """Remember that a communicator ended though all who are in it live."""
-
-
 @dataclass(slots=True)
 class Traffic:
     """What a communicator has moved. bytes: of messages with their heads; values: bytes of arrays alone."""
@@ -264,9 +248,11 @@ class Group:
     names: what people call them.
     """
 
-    def __init__(self, post: Post, context: int, members: tuple[int, ...], rank: int, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, endpoint: Endpoint, context: int, members: tuple[int, ...], rank: int, names: tuple[str, ...]
+    ) -> None:
         self.context, self.members, self.size, self.rank, self.names = context, members, len(members), rank, names
-        self._endpoint = post
+        self._endpoint = endpoint
         self.traffic = Traffic()
         self.broken: ZmqTrainError | None = None
         self.calls = Calls(self.rank, self.size, self)
@@ -506,7 +492,6 @@ class Group:
         )
 
     def _behind(self, call: Call, unanswered: set[int]) -> tuple[int, ...]:
-        """Return the ranks that have not made this call yet."""
         others = self.calls.others
         return tuple(r for r, (number, _) in sorted(others.items()) if number < call.number and r not in unanswered)
 

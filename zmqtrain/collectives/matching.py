@@ -283,7 +283,6 @@ class Matching:
                 self._end(transfer, error)
 
     def _hopeless(self, transfer: Transfer) -> ZmqTrainError | None:
-        """Return why this cannot come about any more."""
         if isinstance(transfer, Receiving) and transfer.envelope is not None:
             return self._gone.get(transfer.envelope.source)
         return self._gone.get(transfer.peer)
@@ -376,7 +375,6 @@ class Matching:
     # ------------------------------------------------------------------ the moves
 
     def _begin(self, receiving: Receiving, envelope: Envelope) -> None:
-        """Receive a message: its values now, where they are here, or by asking for them."""
         receiving.envelope, source, number = envelope, envelope.source, envelope.number
         if envelope.values is not None:
             self._return(envelope)
@@ -400,7 +398,6 @@ class Matching:
             self._end(receiving)
 
     def _room(self, receiving: Receiving, envelope: Envelope) -> NDArray[np.uint8]:
-        """Return where the values go; raise CollectiveMismatch if they do not fit there."""
         into, tree, source = receiving.into, envelope.tree, envelope.source
         if into is not None:
             if not tree.is_leaf or tree.shapes[0].dtype != into.dtype or tree.shapes[0].size > into.size:

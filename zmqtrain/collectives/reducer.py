@@ -97,8 +97,6 @@ class _Chunk:
 
 
 class _Reducer:
-    """The reductions of one group."""
-
     def __init__(self, size: int, log: RateLimitedLogger) -> None:
         self.size, self._log = size, log
         self._open: dict[int, deque[_Chunk]] = {}
@@ -174,7 +172,6 @@ class Reducers:
 
 
 def _cut(asked: ReduceChunk, frames: Sequence[Buffer]) -> tuple[Sequence[Buffer], Buffer]:
-    """Return the sender's own frames, and the values."""
     if not 1 <= len(frames) <= 1 + MAX_OWN_FRAMES or not 0 < len(frames[-1]) <= MAX_FRAME_BYTES:
         raise FramingError(f"a ReduceChunk with {len(frames)} frames behind it, or a last one of no values")
     own = frames[:-1]

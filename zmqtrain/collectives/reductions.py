@@ -150,7 +150,6 @@ class _Fingerprint:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the names that a function's code reads, with those of the functions in it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -294,7 +294,6 @@ class Graph:
             self._untold[operation.number] = operation.failure
 
     def _retire(self, operation: Operation) -> list[Operation]:
-        """Take a done operation out, and return those that waited for nothing else."""
         operation.state = State.DONE
         del self.unfinished[operation.number]
         for variable in operation.read:

@@ -29,40 +29,40 @@ from zmqtrain.core.types import LeafSpec, PeerId
 ITEM_BYTES = {"float32": 4, "float64": 8}
 """The dtypes that a key may have, and the bytes of one value."""
 SPLIT_BYTES = 1 << 20
-"""From here on a piece for each master is worth a message for each: about 8 ms of a port of 1 Gb/s."""
+"""From here on a piece for each shard is worth a message for each: about 8 ms of a port of 1 Gb/s."""
 PIECE_BYTES = 4 << 20
 
 
 class Piece(NamedTuple):
-    """A part of a flat key that one master has: `values` of them from `start` on."""
+    """A part of a flat key that one shard has: `values` of them from `start` on."""
 
-    master: int
+    shard: int
     start: int
     values: int
 
     def name(self, key: str, values: int) -> str:
-        """Return what the master calls it, of a key of so many values: the key itself, or "w[0:1000]"."""
+        """Return what the shard calls it, of a key of so many values: the key itself, or "w[0:1000]"."""
         return key if self.values == values else f"{key}[{self.start}:{self.start + self.values}]"
 
 
 class ShardMap:
-    """Which master has which piece of which key.
+    """Which shard has which piece of which key.
 
-    masters: how many there are.  loads: the bytes at each.
+    shards: how many there are.  loads: the bytes at each.
 
     Why the loads never differ by more than `split_bytes`: they begin equal. A whole key, at most so large, goes to the
     one with the least, which then has at most so much more than any had at least before. A split key adds the same to
-    all, and one value more to those with the least, which brings two masters nearer to each other, or, where they were
-    equal, apart by one value. Raises ConfigError for less than one master, or a split_bytes below one value.
+    all, and one value more to those with the least, which brings two shards nearer to each other, or, where they were
+    equal, apart by one value. Raises ConfigError for less than one shard, or a split_bytes below one value.
     """
 
-    def __init__(self, masters: int, split_bytes: int = SPLIT_BYTES) -> None:
-        if masters < 1:
-            raise ConfigError(f"keys lie on one master at least, not on {masters}")
+    def __init__(self, shards: int, split_bytes: int = SPLIT_BYTES) -> None:
+        if shards < 1:
+            raise ConfigError(f"keys lie on one shard at least, not on {shards}")
         if split_bytes < max(ITEM_BYTES.values()):
             raise ConfigError(f"split_bytes must be at least one value, {max(ITEM_BYTES.values())}, got {split_bytes}")
-        self.masters, self.split_bytes = masters, split_bytes
-        self.loads = [0] * masters
+        self.shards, self.split_bytes = shards, split_bytes
+        self.loads = [0] * shards
         self._pieces: dict[str, tuple[Piece, ...]] = {}
 
     def place(self, keys: Mapping[str, tuple[int, str]]) -> dict[str, tuple[Piece, ...]]:
@@ -85,12 +85,12 @@ class ShardMap:
 
     def count(self, values: int, dtype: str) -> int:
         """Return in how many pieces a key lies, at most."""
-        return self.masters + values * ITEM_BYTES[dtype] // PIECE_BYTES
+        return self.shards + values * ITEM_BYTES[dtype] // PIECE_BYTES
 
     def add(self, key: str, dtype: str, pieces: tuple[Piece, ...]) -> None:
-        """Take over what another map of as many masters has placed (a checkpoint's)."""
+        """Take over what another map of as many shards has placed (a checkpoint's)."""
         for piece in pieces:
-            self.loads[piece.master] += piece.values * ITEM_BYTES[dtype]
+            self.loads[piece.shard] += piece.values * ITEM_BYTES[dtype]
         self._pieces[key] = pieces
 
     def __getitem__(self, key: str) -> tuple[Piece, ...]:
@@ -100,22 +100,22 @@ class ShardMap:
         return key in self._pieces
 
     def _by_load(self) -> list[int]:
-        return sorted(range(self.masters), key=lambda master: (self.loads[master], master))
+        return sorted(range(self.shards), key=lambda shard: (self.loads[shard], shard))
 
     def _whole(self, values: int, item: int) -> tuple[Piece, ...]:
-        master = min(range(self.masters), key=lambda master: (self.loads[master], master))
-        self.loads[master] += values * item
-        return (Piece(master, 0, values),)
+        shard = min(range(self.shards), key=lambda shard: (self.loads[shard], shard))
+        self.loads[shard] += values * item
+        return (Piece(shard, 0, values),)
 
     def _split(self, values: int, item: int) -> tuple[Piece, ...]:
-        each, more = divmod(values, self.masters)
+        each, more = divmod(values, self.shards)
         lightest = set(self._by_load()[:more])
         pieces, start = [], 0
-        for master in range(self.masters):
-            end = start + each + (master in lightest)
-            self.loads[master] += (end - start) * item
+        for shard in range(self.shards):
+            end = start + each + (shard in lightest)
+            self.loads[shard] += (end - start) * item
             step = PIECE_BYTES // item
-            pieces += [Piece(master, begin, min(step, end - begin)) for begin in range(start, end, step)]
+            pieces += [Piece(shard, begin, min(step, end - begin)) for begin in range(start, end, step)]
             start = end
         return tuple(pieces)
 
@@ -133,7 +133,7 @@ NOBODY = PeerId("")
 
 def check_key(key: object) -> None:
     """Raise ConfigError for what is no name of a key: a text of 1 to `MAX_KEY_CHARACTERS` characters, valid Unicode,
-    and none that a master may call a piece of another key ("w[0:1000]", see `Piece.name`).
+    and none that a shard may call a piece of another key ("w[0:1000]", see `Piece.name`).
     """
     fits = isinstance(key, str) and 0 < len(key) <= MAX_KEY_CHARACTERS
     if not fits or any("\ud800" <= character <= "\udfff" for character in str(key)):
@@ -157,7 +157,7 @@ def key_name(key: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A key, and which master has which piece of it."""
+    """A key, and which shard has which piece of it."""
 
     leaf: LeafSpec
     pieces: tuple[Piece, ...]
@@ -193,10 +193,10 @@ class _Client:
 
 
 class Directory:
-    """Where the keys lie on so many masters."""
+    """Where the keys lie on so many shards."""
 
-    def __init__(self, masters: int) -> None:
-        self.map = ShardMap(masters)
+    def __init__(self, shards: int) -> None:
+        self.map = ShardMap(shards)
         self._keys: dict[str, _Key] = {}
         self._clients: defaultdict[PeerId, _Client] = defaultdict(_Client)
 

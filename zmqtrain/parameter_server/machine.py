@@ -111,7 +111,7 @@ class Request:
     clock: int | None = None
     dtype: str = ""
     values: tuple[int, int] = (0, 0)
-    turn: int = 0
+    turn: int = field(default=0, init=False)
 
     def __lt__(self, other: Request) -> bool:
         return (self.clock or 0, self.turn) < (other.clock or 0, other.turn)
@@ -145,11 +145,11 @@ class Key:
     values: int
     clock: int = 0
     pushed: bool = False
-    clocks: dict[PeerId, int] = field(default_factory=dict)
-    asked: dict[PeerId, int] = field(default_factory=dict)
-    round: set[tuple[PeerId, int]] = field(default_factory=set)
-    far: list[Request] = field(default_factory=list)
-    own: dict[PeerId, list[Request]] = field(default_factory=dict)
+    clocks: dict[PeerId, int] = field(default_factory=dict, init=False)
+    asked: dict[PeerId, int] = field(default_factory=dict, init=False)
+    round: set[tuple[PeerId, int]] = field(default_factory=set, init=False)
+    far: list[Request] = field(default_factory=list, init=False)
+    own: dict[PeerId, list[Request]] = field(default_factory=dict, init=False)
 
     @property
     def size(self) -> int:
@@ -461,7 +461,6 @@ class KeyServer:
     # ------------------------------------------------------------------ clocks
 
     def _counted(self, key: Key) -> Iterator[tuple[PeerId, int]]:
-        """Give the workers that a key's clock waits for, and their clocks."""
         for peer, worker in self._workers.items():
             if peer in key.clocks or worker.counts:
                 yield peer, key.clocks.get(peer, key.clock)
@@ -485,7 +484,6 @@ class KeyServer:
         return effects
 
     def _step(self, key: Key) -> list[Effect]:
-        """Make one step of all that was gathered for it, in the order of names."""
         if not key.round:
             return []
         gathered, key.round = key.round, set()
@@ -497,7 +495,6 @@ class KeyServer:
         return [effect for name in sorted(names) for effect in self._settle(self.keys[name])]
 
     def _is_near(self, asked: Request) -> bool:
-        """Return whether the consistency lets a request go on now."""
         return asked.clock is None or self.consistency.may_proceed(asked.clock - self.keys[asked.key].clock)
 
     def _is_whole(self, asked: Request) -> bool:
@@ -551,7 +548,6 @@ class KeyServer:
         return sum(self._cost(key.size, slots) for key in self.keys.values())
 
     def _more_bytes(self, asked: Request) -> int:
-        """Return the bytes that a new key takes beyond those already there under its name."""
         known = self.keys.get(asked.key)
         before = self._cost(known.size, self._slots) if known is not None else 0
         return self._cost(asked.values[1] * ITEM_BYTES[asked.dtype], self._slots) - before

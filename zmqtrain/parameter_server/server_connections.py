@@ -416,7 +416,7 @@ class ServerConnections:
 
         def bring(piece: Piece) -> asyncio.Future[Any]:
             name = piece.name(key, flat.size)
-            return self.connections[piece.master].announce(
+            return self.connections[piece.shard].announce(
                 lambda number, sizes: Initialise(number, name, dtype, piece.start, piece.values, sizes),
                 cut_frames(flat[piece.start : piece.start + piece.values]),
             )
@@ -429,7 +429,7 @@ class ServerConnections:
 
         def announce(piece: Piece) -> asyncio.Future[Any]:
             name = piece.name(key, flat.size)
-            return self.connections[piece.master].announce(
+            return self.connections[piece.shard].announce(
                 lambda number, sizes: Push(number, name, dtype, pull, sizes),
                 cut_frames(flat[piece.start : piece.start + piece.values]),
             )
@@ -449,7 +449,7 @@ class ServerConnections:
 
         def ask(piece: Piece) -> asyncio.Future[Any]:
             name = piece.name(key, into.size)
-            return self.connections[piece.master].ask(lambda number: Pull(number, name))
+            return self.connections[piece.shard].ask(lambda number: Pull(number, name))
 
         return await self._gather(key, [ask(piece) for piece in self.places[key].pieces], into)
 

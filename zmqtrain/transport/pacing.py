@@ -432,12 +432,10 @@ class Connections:
 
 
 def _crowded(table: dict[str, dict[int, Connection]]) -> str:
-    """Return the address with most connections in a table (there is one)."""
     return max(table, key=lambda address: len(table[address]))
 
 
 def _take_out(table: dict[str, dict[int, Connection]], connection: Connection) -> bool:
-    """Take a connection out of a table by address; return whether it was there."""
     here = table.get(connection.address, {})
     found = here.pop(connection.descriptor, None) is not None
     if found and not here:

@@ -290,8 +290,6 @@ class ZapHandler:
 
 
 class _Duplicates:
-    """One descriptor, reserved for duplicates of others."""
-
     def __init__(self) -> None:
         self._nothing = os.open(os.devnull, os.O_RDONLY)
         self._reserved = os.dup(self._nothing)
