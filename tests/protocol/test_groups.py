@@ -17,6 +17,7 @@ from zmqtrain.protocol.groups import (
     RELAY_BYTES,
     RELAY_MESSAGES,
     Groups,
+    Window,
     list_names,
 )
 from zmqtrain.protocol.messages import Forming, Group, GroupLost, Refused, Relay, Relayed
@@ -286,3 +287,20 @@ def test_chunks_are_reduced_as_long_as_nobody_of_the_group_is_lost():
     assert groups.reduce(process("b"), REDUCE_CHUNK, 0.0) == [Combine(1, 1, ("a", "b"), REDUCE_CHUNK)]
     assert Discard(1) in groups.gone("a", "killed")
     assert groups.reduce(process("b"), REDUCE_CHUNK, 0.0) == groups.reduce(process("a"), REDUCE_CHUNK, 0.0) == []
+
+
+def test_a_window_has_room_for_one_message_of_any_size_and_for_so_many_small_ones():
+    window = Window(3, 10)
+    assert window.has_room(99) and window.count() == 0
+    for key, size in ((1, 4), (2, 4)):
+        assert window.has_room(size)
+        window.add(key, size)
+    assert window.has_room(2) and not window.has_room(3)
+    window.add(1, 1)
+    assert not window.has_room(0), "three are in flight"
+    window.remove(1)  # the oldest of its key, which had 4 bytes
+    assert window.count(1) == 1 and window.has_room(5) and not window.has_room(6)
+    window.remove(1, 9)
+    window.forget(2)
+    window.forget(7)
+    assert window.count() == window.count(2) == 0 and window.has_room(99)
