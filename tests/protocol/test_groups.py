@@ -269,7 +269,7 @@ def test_what_is_on_its_way_of_one_process_is_bounded_over_all_it_sends_to():
 def test_nobody_says_that_more_has_come_than_was_sent(messages):
     groups, _ = met(*"ab")
     groups.relay(process("a"), Relay(1, 100), 0.0)
-    with pytest.raises(RemoteProtocolError, match="not on its way"):
+    with pytest.raises(RemoteProtocolError, match="not in flight"):
         groups.relayed(process("b"), Relayed(0, messages), 0.0)
 
 

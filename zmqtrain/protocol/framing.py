@@ -188,7 +188,7 @@ def split(transfer: int, frames: Sequence[Buffer], stamp: Stamp = UNSTAMPED) -> 
 
 
 class Assembler:
-    """Hold the frames of the transfers that one peer has announced, until each is whole.
+    """The frames of the announced transfers of one peer, until each is whole.
 
     limit_bytes: the most that may be announced and not yet whole, over all transfers of this peer.
     """
@@ -241,7 +241,7 @@ class Assembler:
         return announcement, cast("list[Buffer]", frames)
 
     def forget(self, transfer: int) -> None:
-        """Drop an open transfer and what has come of it; no error if there is none."""
+        """Drop an open transfer and its frames; no error if there is none."""
         if transfer in self._open:
             announcement, _, _ = self._open.pop(transfer)
             self.expected_bytes -= sum(announcement.sizes)

@@ -1,12 +1,12 @@
-"""Let processes meet in groups: who is which rank, who is missing, who is gone, what goes through the hub (pure).
+"""Groups of processes at the hub: who is which rank, who is missing, who is lost, what the hub relays (pure).
 
-Rule 1: a process is refused with a sentence that says what to do, and as one that may ask again where others are in its
-way: they may be dead and not known to be. If they are heard from after that, they live, and the group cannot form: all
-who wait for it are refused with the same sentence. Who waits is told who is here and how many are missing.  Rule 2: the
-hub alone says who of a group is lost, to all in one order: the first word about a rank counts, and who is lost is not
-listened to any more.  Rule 3: a complete group takes nobody in; the same name can be formed anew once somebody of it is
-gone, or by those who are in it.  Rule 4: everything is bounded: groups, processes, the length of what they say, and
-what is on its way through the hub of each.
+Rule 1: a refusal says what to do. A process that conflicts with waiting ones may ask again, because those may be dead
+and not yet lost; if one of them is heard after that, the group cannot form, and all of them are refused with the same
+sentence. A waiting process is told who is here and how many are missing.
+Rule 2: the hub alone decides who of a group is lost, and tells all in one order. The first report of a rank counts, and
+a lost process is not heard any more.
+Rule 3: a complete group takes nobody in. Its name is free once one of its processes is gone, and for its own processes.
+Rule 4: everything is bounded: groups, processes, the length of texts, and the messages in flight through the hub.
 """
 
 from __future__ import annotations
@@ -40,16 +40,13 @@ MAX_GROUP_NAME, MAX_DESCRIPTION = 64, 1024
 """Characters."""
 MAX_WHY, MAX_ADDRESS, MAX_TOKEN = 300, 200, 64
 RELAY_MESSAGES, RELAY_BYTES = 16, 4 << 20
-"""What of one process may be on its way through the hub, to all others together: so many messages, and so many bytes or
-one message."""
+"""Messages and bytes (or one message) of one process in flight through the hub, to all others together."""
 SILENCE_SECONDS = 2.4
-"""A process that says nothing for so long is lost: whose threads all stand still for 2 s, in a call that lets no other
-run or because it is stopped, is not.  (With `failure_detector.VERDICT_SECONDS` and the ticks it stays under 3 s.)"""
+"""Timeout of a process: longer than 2 s, for which a call that holds the interpreter, or a stop, may halt all threads;
+with `failure_detector.VERDICT_SECONDS` and the ticks under 3 s."""
 LATE_SECONDS = 0.5
-"""Who looks for silence, and has not looked for longer than this, was busy or stopped himself: the rest of that time is
-nobody's silence."""
-FORMING_SECONDS = 0.5
-"""So often at most all who wait are told that others have come or gone."""
+"""An observer that has not looked for longer than this was busy or stopped itself; the rest counts for no timeout."""
+FORMING_SECONDS = 0.5  # between two messages to waiting processes about others
 SHOWN_NAMES = 8
 
 
@@ -100,10 +97,8 @@ class Window:
 
 @dataclass(eq=False)
 class _Forming:
-    """A group that is not complete: who waits, in the order of their coming.
-
-    disputed: when a process first asked for something else than those who wait.
-    """
+    """A group that is not complete. waiting: in order of arrival.  disputed: when a process first asked for something
+    else than those that wait."""
 
     size: int
     description: str
@@ -115,7 +110,7 @@ class _Forming:
 
 @dataclass(eq=False)
 class _Complete:
-    """A group that has met. here: the ranks that are left.  relayed: by sender the messages in flight, by receiver."""
+    """A complete group. here: the ranks that are left.  relayed: by sender the messages in flight, by receiver."""
 
     group: str
     generation: int
@@ -132,7 +127,7 @@ class _Complete:
 
 
 class Groups:
-    """All groups at one hub. handlers: what of a process's messages is taken by which of the methods below."""
+    """All groups at one hub. handlers: the methods that take messages of processes."""
 
     def __init__(self) -> None:
         self._forming: dict[str, _Forming] = {}
@@ -150,7 +145,7 @@ class Groups:
     # ------------------------------------------------------------------ meeting
 
     def join(self, member: Member, asked: JoinGroup, now: float) -> list[HubEffect]:
-        """Let a process wait for its group, which may now be complete; or refuse it.
+        """Add a process to its group, which may now be complete; or refuse it.
 
         Raises RemoteProtocolError if it is in one, or waits for one.
         """
@@ -177,13 +172,12 @@ class Groups:
         return [SendTo(peer, _describe(asked.group, forming))]
 
     def _full(self, asked: JoinGroup) -> str:
-        """Return why no other group can be formed here, "" if it can."""
         if asked.group in self._forming or len(self._forming) + len(self._complete) < MAX_GROUPS:
             return ""
         return f"this broker has {MAX_GROUPS} groups already: end some, or use another broker"
 
     def _complete_already(self, name: str, asked: JoinGroup) -> str:
-        """Return why nobody of this name can join a group that has met, "" if it has not, or not with all it had."""
+        """Return why a process of this name cannot join a complete group, "" if there is none, or one has left it."""
         for group in self._complete:
             if group.group == asked.group and group.whole and name not in group.names:
                 return (
@@ -193,7 +187,7 @@ class Groups:
         return ""
 
     def _meet(self, name: str, forming: _Forming) -> list[HubEffect]:
-        """Give everybody a rank: what they asked for, the others in the order of their coming."""
+        """Give each process the rank that it asked for, the others a free one in order of arrival."""
         by_rank = {asked.rank: peer for peer, (_, asked) in forming.waiting.items() if asked.rank >= 0}
         free = iter([rank for rank in range(forming.size) if rank not in by_rank])
         by_rank |= {next(free): peer for peer, (_, asked) in forming.waiting.items() if asked.rank < 0}
@@ -209,7 +203,7 @@ class Groups:
         return [SendTo(peer, Group(name, self._generation, rank, tuple(members))) for peer, rank in here.items()]
 
     def tick(self, now: float) -> list[HubEffect]:
-        """Tell those who wait who has come or gone since they were told."""
+        """Tell waiting processes who has come or gone since the last message."""
         effects: list[HubEffect] = []
         for name, forming in self._forming.items():
             if forming.news and now - forming.told_at >= FORMING_SECONDS:
@@ -221,9 +215,9 @@ class Groups:
     # ------------------------------------------------------------------ parting
 
     def gone(self, peer: PeerId, why: str, left: bool = False) -> list[HubEffect]:
-        """Take note that a process is not here any more, and tell its group; itself too, in case that it lives.
+        """Remove a process that is gone, and tell its group, and the process itself in case it is alive.
 
-        left: it went by its own will.
+        left: it said goodbye.
         """
         if (group := self._in.get(peer)) is not None:
             return self._lose(group, peer, why, left)
@@ -238,10 +232,10 @@ class Groups:
         return []
 
     def accused(self, member: Member, lost: GroupLost, now: float) -> list[HubEffect]:
-        """Believe a process that says that a rank of its group is gone, and tell all, the lost one too.
+        """A process reports that a rank of its group is gone: tell all, the lost one too.
 
-        What is known already, and what somebody says who is lost himself, is no news. Raises RemoteProtocolError for a
-        rank that there is not.
+        A report of a lost rank, or by a lost process, is ignored. Raises RemoteProtocolError for a rank that does not
+        exist.
         """
         if (group := self._in.get(member.peer)) is None:
             return []
@@ -263,12 +257,12 @@ class Groups:
         told = [*group.here] if left else [*group.here, peer]
         return effects + [SendTo(other, GroupLost(rank, why, left)) for other in told]
 
-    # ------------------------------------------------------------------ what goes through the hub
+    # ------------------------------------------------------------------ through the hub
 
     def relay(self, member: Member, relay: Relay, now: float) -> list[HubEffect]:
-        """Pass a message on, with what came behind it; nothing if its receiver, or its sender, is lost.
+        """Forward a message with the frames behind it; nothing if its receiver, or its sender, is lost.
 
-        Raises RemoteProtocolError for more than may be on its way, and for a rank that cannot be sent to.
+        Raises RemoteProtocolError beyond the window, and for a rank that cannot be sent to.
         """
         if (group := self._in.get(member.peer)) is None:
             return []
@@ -284,7 +278,7 @@ class Groups:
         return [Forward(receiver, Relay(rank, relay.size))]
 
     def relayed(self, member: Member, relayed: Relayed, now: float) -> list[HubEffect]:
-        """Tell a sender that what it relayed is there. Raises RemoteProtocolError for what was not on its way."""
+        """Tell a sender that its messages arrived. Raises RemoteProtocolError for messages that were not in flight."""
         if (group := self._in.get(member.peer)) is None:
             return []
         sender, rank = group.peer(relayed.rank), group.here[member.peer]
@@ -292,12 +286,12 @@ class Groups:
             return []
         window = group.relayed.get(relayed.rank)
         if window is None or not 1 <= relayed.messages <= window.count(rank):
-            raise RemoteProtocolError(member.peer, member.state.value, "a Relayed of what was not on its way")
+            raise RemoteProtocolError(member.peer, member.state.value, "a Relayed of what was not in flight")
         window.remove(rank, relayed.messages)
         return [SendTo(sender, Relayed(rank, relayed.messages))]
 
     def reduce(self, member: Member, chunk: ReduceChunk, now: float) -> list[HubEffect]:
-        """Have a chunk reduced; nothing if somebody of the group is lost."""
+        """Have a chunk reduced; nothing if a process of the group is lost."""
         group = self._in.get(member.peer)
         if group is None or not group.whole:
             return []
@@ -305,7 +299,7 @@ class Groups:
 
 
 def _dispute(forming: _Forming, name: str, asked: JoinGroup) -> tuple[Member | None, str]:
-    """Return who waits for something else than this process asks for, and what differs; (None, "") if nobody does."""
+    """Return a waiting process that conflicts with this one, and how; (None, "") if there is none."""
     if not forming.waiting:
         return None, ""
     first, _ = next(iter(forming.waiting.values()))
@@ -334,7 +328,7 @@ def _describe(name: str, forming: _Forming) -> Forming:
 
 
 def _unsound(asked: JoinGroup) -> str:
-    """Return why nobody can ask for that, "" if one can."""
+    """Return why a request is invalid, "" if it is not."""
     if not (1 <= len(asked.group) <= MAX_GROUP_NAME and asked.group.isprintable()):
         return f"the name of a group has 1 to {MAX_GROUP_NAME} printable characters, not {asked.group[:80]!r}"
     if not 1 <= asked.size <= MAX_PROCESSES:

@@ -240,7 +240,7 @@ class Member:
 
     @property
     def called(self) -> str:
-        """Its name in a Roster. Its id stays secret, because whoever knows an id can say Hello with it."""
+        """Its name in a Roster. Its id stays secret, because a process that knows it can say Hello with it."""
         return f"{self.name}#{self.number}"
 
     @property

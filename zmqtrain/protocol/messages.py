@@ -183,7 +183,7 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Roster:
     """Hub to all: the nodes and the state of the run. members: one map a node; evaluator: the node that scores the
-    model. Both use the names of Welcome, not ids, because whoever knows an id can say Hello with it.
+    model. Both use the names of Welcome, not ids, because a process that knows an id can say Hello with it.
 
     every, delay: k and d at `version`.  masters: as in Welcome.  served: of the parameter server: keys, bytes, pushes,
     clients; empty if it has no keys.  exchange: as in Hello.
