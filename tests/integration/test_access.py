@@ -247,7 +247,7 @@ def test_a_broken_key_or_folder_is_said_and_changes_nothing_for_others(
     run(main)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len([line for line in said if "broken.key" in line]) == 1
-    assert len([line for line in said if "who was authorised stays so" in line]) == 1
+    assert len([line for line in said if "folder of keys cannot be read" in line]) == 1
 
 
 def test_a_process_that_begins_anew_under_its_old_id_takes_the_place_of_its_former_life() -> None:

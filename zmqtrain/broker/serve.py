@@ -87,7 +87,7 @@ class KeyWatcher:
         except (OSError, ConfigError) as error:
             if str(error) != self._trouble:
                 self._trouble = str(error)
-                logger.warning("the folder of keys cannot be read (%s): who was authorised stays so", error)
+                logger.warning("the folder of keys cannot be read (%s): the authorised keys stay as they are", error)
             return
         first = self._stamp is None
         gone = self._channel.admit(names)
@@ -99,7 +99,7 @@ class KeyWatcher:
         for key, name in self._gone.items():
             text = f"its key, {name}, was revoked"
             for peer in self._channel.peers_with(key):
-                self._dismisser.dismiss(peer, f"{text}; ask who runs the hub for another (zmqtrain keys new)")
+                self._dismisser.dismiss(peer, f"{text}; ask the operator of the hub for another (zmqtrain keys new)")
             logger.warning("the key of %s was revoked", name)
         if self._gone:
             await asyncio.sleep(FAREWELL_SECONDS)

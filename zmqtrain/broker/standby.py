@@ -191,7 +191,7 @@ class StandbyService:
                 f"without it, and it is in step again in {pause:.0f} s at the earliest"
             )
             self._core.reconnect(standby.peer, text)
-        elif self._held >= 0 and not self._hub.lease.follows:  # it may be in step again since it said so
+        elif self._held >= 0 and not self._hub.lease.follows:  # it may be in step by now
             self.holds(self._held, now)
         self._flush(now)
         self._ask_rival()
@@ -373,7 +373,7 @@ class Standby(_FirstSession):
                 "A standby has a copy of the first broker's folder of keys (--keys)",
                 f"no broker answers at {self.place.first} (waited {self.place.wait_seconds:g} s), and a standby must "
                 "have heard it once: start that first, check the address, the port and the firewall; one with keys "
-                "answers only who has its keys folder (--keys)",
+                "answers only brokers with its keys folder (--keys)",
             )
             if not self.stopped:
                 ready(self)

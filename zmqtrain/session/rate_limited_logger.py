@@ -16,7 +16,7 @@ MOST_LINES, LINE_SECONDS = 20, 10.0
 @dataclass(slots=True)
 class _Kind:
     began: float
-    said: int = 0
+    logged: int = 0
     unsent: int = 0
 
 
@@ -41,11 +41,11 @@ class RateLimitedLogger:
             if kind.unsent:
                 text_of_others = "%d more lines were like the next one, in the last %.0f s"
                 self._logger.log(level, text_of_others, kind.unsent, now - kind.began)
-            kind.began, kind.said, kind.unsent = now, 0, 0
-        if kind.said >= MOST_LINES:
+            kind.began, kind.logged, kind.unsent = now, 0, 0
+        if kind.logged >= MOST_LINES:
             kind.unsent += 1
             return
-        kind.said += 1
+        kind.logged += 1
         self._logger.log(level, text, *facts, exc_info=trace)
 
     def warning(self, text: str, *facts: Any) -> None:
