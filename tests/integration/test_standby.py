@@ -45,7 +45,7 @@ def test_nodes_go_on_with_the_standby_when_the_first_is_killed_and_nothing_lands
             first.kill()
             seen = max(version(trainer) for trainer in trainers)
             for trainer in trainers:
-                trainer.wait_until(lambda trainer=trainer: trainer.node.term == 1 and version(trainer) > seen + 5)
+                trainer.wait_until(lambda trainer=trainer: trainer.node.peer.term == 1 and version(trainer) > seen + 5)
             assert {trainer.node.address for trainer in trainers} == {standby.address}
             for trainer in trainers:
                 trainer.stop.set()
@@ -63,7 +63,7 @@ def test_a_standby_that_is_told_to_takes_over_and_the_first_steps_down_by_itself
             _, at, term = promote(standby.address, timeout_seconds=WAIT_SECONDS)
             assert term == 1
             assert first.process.wait(30) != 0, "it has stepped down"
-            trainer.wait_until(lambda: trainer.node.term == 1 and version(trainer) > at)
+            trainer.wait_until(lambda: trainer.node.peer.term == 1 and version(trainer) > at)
             trainer.stop.set()
             trainer.join()
 
@@ -105,7 +105,9 @@ def test_nodes_that_are_started_after_a_takeover_find_the_hub_by_their_checkpoin
             peer, _ = train(first.address, tmp_path, stands_by)
             first.kill()
             promote(standby.address, timeout_seconds=WAIT_SECONDS)
-            again, began = train(first.address, tmp_path, lambda node, sync: node.term == 1 and sync.statistics().peers)
+            again, began = train(
+                first.address, tmp_path, lambda node, sync: node.peer.term == 1 and sync.statistics().peers
+            )
             assert again == peer and began > 5
             with connect(f"{first.address},{standby.address}", "pc-2", timeout_seconds=WAIT_SECONDS) as node:
-                assert (node.address, node.term) == (standby.address, 1)
+                assert (node.address, node.peer.term) == (standby.address, 1)

@@ -20,7 +20,7 @@ SETTINGS = RunSettings(codec="ternary:block=128", every=4, delay=2, lost_seconds
 
 
 def trains(trainer):
-    return trainer.node is not None and trainer.node.run_version >= 0 and trainer.steps > 8
+    return trainer.node is not None and trainer.node.peer.run_version >= 0 and trainer.steps > 8
 
 
 def test_all_nodes_of_a_run_that_is_ended_end_with_the_same_parameters_which_are_the_brokers(tmp_path):

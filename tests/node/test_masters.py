@@ -83,7 +83,8 @@ class FakeLine(Stated):
         self.hub, self.settings, self.shard, self.at = hub, hub.settings, hub.shard, at
         self.address, self.peer_id, self.run = f"tcp://hub:{hub.shard}", f"pc#{hub.shard}", "run-1"
         self.inbox, self.offers, self.closed = deque(), Offers(), False
-        self.founding, self.answers_later, self.wanted = int(first), False, False
+        self.peer = SimpleNamespace(founding=int(first))
+        self.answers_later = self.wanted = False
         self.reached, self.founder, self.log = True, False, []
         self.units = UnitQueue(self.peer_id, self, threading.Condition())
 
@@ -110,7 +111,7 @@ class FakeLine(Stated):
             if self.answers_later:
                 self.wanted, self.joined = True, False
             else:
-                assert self.founding == 1 and leaves, "only who is asked by the first founds"
+                assert self.peer.founding == 1 and leaves, "only who is asked by the first founds"
                 self.hub.begin(self.layout, leaves)
 
     def lend(self, leaves, moments=()):

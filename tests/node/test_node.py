@@ -28,7 +28,7 @@ from zmqtrain.core.errors import (
 )
 from zmqtrain.core.types import Lane, LeafSpec, Offer
 from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint
-from zmqtrain.node.node import Node, NodeOptions, RealEnvironment
+from zmqtrain.node.node import Node, NodeOptions, RealNodeEnvironment
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     Aggregate,
@@ -62,7 +62,7 @@ def node(monkeypatch):
     monkeypatch.setattr(HubSession, "start", start)
     monkeypatch.setattr(HubSession, "call", lambda link, what: link._do(what))
     monkeypatch.setattr(HubSession, "_disconnect", lose(HubSession._disconnect))
-    made = Node(NodeOptions(peer="pc#1", name="pc", addresses=["tcp://hub:5555"]), RealEnvironment(None))
+    made = Node(NodeOptions(peer="pc#1", name="pc", addresses=["tcp://hub:5555"]), RealNodeEnvironment(None))
     made.start()
     yield made
     made._executor.close()
@@ -223,7 +223,7 @@ def test_scores_may_be_scalars_of_any_kind(node):
 def test_a_node_that_cannot_open_its_channel_leaves_no_thread(monkeypatch):
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="nowhere"):
-        Node(NodeOptions(peer="pc#1", name="pc", addresses=["nowhere"]), RealEnvironment(None)).start()
+        Node(NodeOptions(peer="pc#1", name="pc", addresses=["nowhere"]), RealNodeEnvironment(None)).start()
     assert set(threading.enumerate()) <= before
 
 

@@ -73,7 +73,7 @@ def _look_on(address: str, server_key: GivenServerKey, keys: GivenKeys, timeout_
 
 def _part(node: Node) -> tuple[ModelFacts, list[dict[str, NDArray[Any]]]]:
     """Return the facts of what one broker has of the model, and that, flat where it is not a whole leaf."""
-    settings, model = node.settings, node.run_model
+    settings, model = node.settings, node.peer.run_model
     snapshot, frames = node.fetch_copy(COPY_SECONDS)
     layout = Layout(model, settings.fragments_of(count_values(model)), (node.shard, settings.masters))
     leaves = layout.join(decode_snapshot(layout, split_snapshot(snapshot, frames)[0]))

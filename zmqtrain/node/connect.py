@@ -20,7 +20,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.specs import require_kind
 from zmqtrain.core.types import PeerId, Version
 from zmqtrain.node.checkpoint import CheckpointOptions, SavedNode, read_saved
-from zmqtrain.node.node import Node, NodeOptions, RealEnvironment
+from zmqtrain.node.node import Node, NodeOptions, RealNodeEnvironment
 from zmqtrain.node.offers import CodecOn
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.plans import link_share
@@ -175,7 +175,7 @@ class _Opener:
             incarnation=new_incarnation(0 if saved is None else saved.incarnation),
             keep=None if self.folder is None else CheckpointOptions(self.folder, self.checkpoint_every, saved),
         )  # fmt: skip
-        return _started(Node(options, RealEnvironment(self.access)))
+        return _started(Node(options, RealNodeEnvironment(self.access)))
 
     def open_with_checkpoint(self, named: str | None, timeout_seconds: float, new_run: bool) -> Node:
         """Open the node, going on from the folder's checkpoint if there is one."""
@@ -215,7 +215,7 @@ class _Opener:
             self.options, peer=_new_peer(self.options.name), addresses=(address,), observer=False, events=None,
             incarnation=new_incarnation(),
         )  # fmt: skip
-        return _started(Node(options, RealEnvironment(self.access), first))
+        return _started(Node(options, RealNodeEnvironment(self.access), first))
 
 
 def _new_peer(name: str) -> PeerId:
@@ -238,7 +238,7 @@ def promote(
     """
     with _operator("promote", address, Promote(), server_key, keys) as node:
         node.wait_welcome(timeout_seconds)
-        return node.run, node.run_version, node.term
+        return node.run, node.peer.run_version, node.peer.term
 
 
 def stop(
@@ -264,7 +264,7 @@ def stop(
                 f"{node.run} has not ended in {wait_seconds:g} s: `zmqtrain status {address}` says who is left; at the "
                 "broker Ctrl-C ends it at once, and it saves what has come"
             )
-        return node.run, node.run_version if node.roster is None else node.roster.version
+        return node.run, node.peer.run_version if node.roster is None else node.roster.version
 
 
 def _operator(name: str, address: str, order: Promote | Stop, server_key: GivenServerKey, keys: GivenKeys) -> Node:
@@ -279,12 +279,12 @@ def _operator(name: str, address: str, order: Promote | Stop, server_key: GivenS
         peer=_new_peer(name), name=name, addresses=address.split(","), observer=True, order=order,
         incarnation=new_incarnation(),
     )  # fmt: skip
-    return _started(Node(options, RealEnvironment(access)))
+    return _started(Node(options, RealNodeEnvironment(access)))
 
 
 def new_incarnation(before: int = 0) -> int:
     """Return the incarnation above which this process begins to say Hello.
 
-    before: `Node.incarnation` of the process that it continues, as that saved it.
+    before: `Peer.incarnation` of the process that it continues, as that saved it.
     """
     return begin_incarnation(before, time.time_ns(), secrets.randbits(20))

@@ -50,10 +50,9 @@ from zmqtrain.node.inbox import Inbox
 from zmqtrain.node.offers import CodecOn, NodeCodec, Offers, Restarts, codec_failure
 from zmqtrain.node.progress import Progress, paces
 from zmqtrain.node.units import Batch, Source, UnitQueue
-from zmqtrain.protocol.effects import Deliver, PeerEffect
+from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import (
     Aggregate,
-    Message,
     Promote,
     Quarantine,
     Report,
@@ -82,72 +81,8 @@ SAY_AGAIN_SECONDS = 5.0
 # ---------------------------------------------------------------------- the environment
 
 
-class NodeLink(Protocol):
-    """The connection of a node to its hub, with a thread of its own; a `HubSession`, or a simulated one."""
-
-    address: str
-    undecided: bool
-    trouble: tuple[str, str]
-    publishes: int
-
-    @property
-    def bytes_received(self) -> int:
-        """Payload and heads received so far."""
-
-    @property
-    def live(self) -> bool:
-        """Whether the node takes part in the run now."""
-
-    @property
-    def refused(self) -> str:
-        """Why the hub ended the last handshake with this node; "" once it is welcomed."""
-
-    @property
-    def obstacle(self) -> str:
-        """What keeps this node from its hub, if it is known; else ""."""
-
-    @property
-    def why_alone(self) -> str:
-        """Why there is no hub now, as far as it is known."""
-
-    @property
-    def whereabouts(self) -> tuple[str, ...]:
-        """The addresses at which the hub is looked for, in turn."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload and heads sent so far."""
-
-    @property
-    def link_rate(self) -> float:
-        """The rate of this machine's port in bytes per second, configured or measured; 0: not known."""
-
-    def alone_seconds(self) -> float | None:
-        """Return for how long this node has had no hub; None: it has one, or has never had one."""
-
-    def start(self) -> None:
-        """Start the thread and say Hello."""
-
-    def call(self, what: Callable[[], object], after_seconds: float = 0.0) -> None:
-        """Have the network thread do something soon, or after some seconds; from any thread."""
-
-    def send(self, message: Message) -> None:
-        """Send a control message (network thread)."""
-
-    def carry_out(self, effects: Sequence[PeerEffect]) -> None:
-        """Do what the machine wants done (network thread)."""
-
-    def publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
-        """Announce an encoded offer (network thread)."""
-
-    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = (), digest: str = "") -> None:
-        """Announce the parameters that the hub asked for, unless that hub is lost (network thread)."""
-
-    def move(self, address: str) -> None:
-        """Look for the hub at this address from now on, unless it is heard where it was."""
-
-    def close(self, reason: str) -> None:
-        """Say goodbye and end the thread."""
+NodeLink = HubSession
+"""The connection of a node to its hub, with a thread of its own."""
 
 
 class Executor(Protocol):
@@ -185,23 +120,14 @@ class NodeEnvironment(Protocol):
         """Return the coder of the deltas of this model."""
 
 
-class _CodecThread:
+class _CodecThread(Worker):
     """The codec thread of a real node."""
-
-    def __init__(self, node: Node) -> None:
-        self._worker = Worker("zmqtrain-codec", 256, node.on_codec_failed)
-
-    def submit(self, job: Callable[[], None], values: int = 0) -> bool:
-        return self._worker.submit(job)
 
     def exchange_seconds(self, measured: float, values: int) -> float:
         return measured
 
-    def close(self, timeout_seconds: float = 5.0) -> bool:
-        return self._worker.close(timeout_seconds)
 
-
-class RealEnvironment:
+class RealNodeEnvironment:
     """Real time, threads and sockets. access: the keys with which the hub is reached."""
 
     virtual = False
@@ -224,7 +150,7 @@ class RealEnvironment:
 
     def open_executor(self, node: Node) -> Executor:
         """See NodeEnvironment."""
-        return _CodecThread(node)
+        return _CodecThread("zmqtrain-codec", 256, node.on_codec_failed)
 
     def make_coder(self, node: Node, model: ModelSpec) -> DeltaCoder:
         """See NodeEnvironment."""
@@ -365,11 +291,6 @@ class Node(NullListener):
         return self.link.live
 
     @property
-    def incarnation(self) -> int:
-        """Of the last Hello; the process that goes on from this node's checkpoint begins above it."""
-        return self.peer.incarnation
-
-    @property
     def address(self) -> str:
         """Where the broker is looked for."""
         return self.link.address
@@ -385,21 +306,6 @@ class Node(NullListener):
         return self.peer.run
 
     @property
-    def term(self) -> int:
-        """How many standbys have taken over this run, as far as this node knows."""
-        return self.peer.term
-
-    @property
-    def run_model(self) -> ModelSpec:
-        """The run's model as the hub described it at the last Welcome; () before the run had one."""
-        return self.peer.run_model
-
-    @property
-    def run_version(self) -> Version:
-        """The version that the run had when this node was last welcomed."""
-        return self.peer.run_version
-
-    @property
     def roster(self) -> Roster | None:
         """The members of the run, as the broker last listed them."""
         return self.peer.roster
@@ -413,15 +319,6 @@ class Node(NullListener):
     def masters(self) -> tuple[str, ...]:
         """By shard the address of its master, as the first master last listed them."""
         return self.peer.masters
-
-    @property
-    def founding(self) -> int:
-        """The number of the initialization of several masters' shards; see `Peer`."""
-        return self.peer.founding
-
-    @founding.setter
-    def founding(self, number: int) -> None:
-        self.peer.founding = number
 
     @property
     def population(self) -> Population:
@@ -524,10 +421,6 @@ class Node(NullListener):
             text = f"the broker at {self.address} is gone before its copy was here: {self.link.trouble[1]}"
             raise HubUnreachable(text, self.address)
         return self._copies[0]
-
-    def move(self, address: str) -> None:
-        """Look for the broker at this address from now on, unless it is heard where it was."""
-        self.link.move(address)
 
     def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
         """Wait for the broker's Welcome and return the run's settings. Raises HubUnreachable or JoinRefused.

@@ -78,7 +78,7 @@ class Lines:
         """Connect to lost masters at the addresses that the first master gives for them now."""
         for shard, line in enumerate(self.others, 1):
             if not line.live and self._address(shard) not in ("", line.address):
-                line.move(self._address(shard))
+                line.link.move(self._address(shard))
 
     def join(self, model: ModelSpec, leaves: Sequence[Any], score: float, moments: Sequence[Any]) -> Update | None:
         """Join at all masters; see `ShardedNode.join`."""
@@ -98,16 +98,16 @@ class Lines:
 
     def found_others(self, model: ModelSpec, leaves: Sequence[Any]) -> bool:
         """Give the others their shards of this node's parameters; False if the first no longer asks for that."""
-        number = self._first.founding
+        number = self._first.peer.founding
 
         def obsolete() -> bool:
-            return not (self._first.wanted and self._first.founding == number)
+            return not (self._first.wanted and self._first.peer.founding == number)
 
         try:
             for shard in range(1, self._count):
                 if (line := self._open(shard, obsolete)) is None:
                     break
-                line.founding = number
+                line.peer.founding = number
                 line.begin_join(model, leaves)
             for line in self.others:
                 self._until(lambda line=line: line.has_joined() or obsolete(), lambda line=line: line.waiting_for)  # type: ignore[misc]
@@ -122,7 +122,7 @@ class Lines:
             return False
         for line in self.others:
             line.end_join()
-            line.founding = 0
+            line.peer.founding = 0
         return True
 
     def _join_others(self, model: ModelSpec, update: Update | None) -> Update:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.core.errors import NonFiniteDelta
@@ -60,7 +60,7 @@ class SimEnvironment:
     def open_link(self, node: Node, share: LinkShare) -> NodeLink:
         """See NodeEnvironment."""
         self.link = SimLink(self._scheduler, self._hub, self._wire, node.peer, node)
-        return self.link
+        return cast(NodeLink, self.link)
 
     def open_executor(self, node: Node) -> Executor:
         """See NodeEnvironment."""
