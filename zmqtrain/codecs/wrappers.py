@@ -177,8 +177,6 @@ def _take_numpy(x: Numpy, cut: _Cut, part: int) -> Numpy:
     return values
 
 
-"""The densities of Deep Gradient Compression, sec. 3.3: four epochs of warm-up, and what is kept after them."""
-
 _INFINITY = 0x7F800000
 _scratch = Scratch()
 _LEAST_FACTOR, _MOST_MOMENTUM = 0.001, 0.999
