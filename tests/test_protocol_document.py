@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.state_drawing import draw_member, draw_peer
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.core.settings import RunSettings
@@ -345,3 +346,8 @@ def test_an_announcement_in_a_conversation_names_its_transfer() -> None:
     for _, _, name, arguments in spoken():
         if KINDS[name] in ANNOUNCEMENTS:
             assert arguments.startswith("transfer=") and "sizes" in arguments, f"{name}({arguments})"
+
+
+def test_the_states_of_design_are_drawn_from_the_tables() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "design.md").read_text()
+    assert draw_peer() in page and draw_member() in page
