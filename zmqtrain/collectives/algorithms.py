@@ -804,8 +804,10 @@ def _is_empty(state: Any) -> bool:
 def coded_allreduce(rank: int, size: int, buffer: NDArray[Any], codec: Coder, mean: bool) -> Steps:
     """Reduce `buffer` (flat float32, of the same length on all ranks) in place; messages are bytes.
 
-    Share r is a whole number of slabs. Order: ((x[0] + x[1]) + ...) + x[size-1]. A rank sends 2 (size - 1) / size of an
-    encoded buffer. Raises NonFiniteDelta if values are not finite, CodecError for bytes that the codec did not make.
+    Share r is a whole number of slabs. Order: ((x[0] + x[1]) + ...) + x[size-1], in float32. The owner of a share sums
+    it and encodes the sum once; all ranks decode the same bytes, the owner too, so that the result is bit-identical
+    whatever the codec loses. A rank sends 2 (size - 1) / size of an encoded buffer. Raises NonFiniteDelta if values are
+    not finite, CodecError for bytes that the codec did not make.
     """
     slabs = [slice(start, min(start + codec.slab, buffer.size)) for start in range(0, buffer.size, codec.slab)]
     bounds = share_bounds(len(slabs), size)

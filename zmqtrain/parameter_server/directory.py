@@ -68,7 +68,7 @@ class ShardMap:
     def place(self, keys: Mapping[str, tuple[int, str]]) -> dict[str, tuple[Piece, ...]]:
         """Deal new keys, given as (values, dtype), the largest first; return the pieces of each, in order.
 
-        A key that was placed before stays where it is, whatever size is said now.
+        A key that was placed before stays where it is, whatever its size now.
         Raises ConfigError for a key of no values, or of another dtype than those of `ITEM_BYTES`.
         """
         for key, (values, dtype) in keys.items():
@@ -185,7 +185,7 @@ class _Key:
 
 @dataclass
 class _Client:
-    """brings: the keys whose values it brings.  waits: how often it waits for a key's values; waits_for: of which."""
+    """brings: the keys whose values it brings.  waits: the number of its waits; waits_for: their keys."""
 
     brings: set[str] = field(default_factory=set)
     waits: int = 0
@@ -206,8 +206,8 @@ class Directory:
     def declare(self, worker: PeerId, request: int, leaves: Sequence[LeafSpec]) -> list[Placed]:
         """Take a client's keys, each with the shape and dtype of its values, or with the dtype `ASKS`.
 
-        Raises ConfigError for a key that cannot be, is not known to who asks, or is of another shape or dtype than what
-        is there; then nothing has changed.
+        Raises ConfigError for an invalid key, for an unknown key that a client only asks for, and for a key that is
+        there with another shape or dtype; then nothing has changed.
         """
         if len({leaf.path for leaf in leaves}) < len(leaves):
             raise ConfigError("a key is declared twice at once")
@@ -236,7 +236,7 @@ class Directory:
         return [Placed(worker, request, tuple(found), tuple(given))] if found or given else []
 
     def founded(self, worker: PeerId, keys: Iterable[str]) -> list[Placed]:
-        """Take note that the values of these keys, which this client brings, are there; tell who waits."""
+        """Record that this client has brought the values of these keys; tell the clients that wait for them."""
         told: dict[tuple[PeerId, int], list[Placement]] = {}
         for name in keys:
             key = self._keys.get(name)
@@ -250,7 +250,7 @@ class Directory:
         return [Placed(who, request, (), tuple(given)) for (who, request), given in told.items()]
 
     def lost(self, worker: PeerId) -> list[Placed]:
-        """Forget a client: the next that waits for a key, and has values, brings them; or who declares it next."""
+        """Forget a client: the next one that waits for a key, or declares it, and has values brings them."""
         told: dict[tuple[PeerId, int], list[Placement]] = {}
         client = self._clients.pop(worker, _Client())
         for name in client.waits_for:

@@ -52,7 +52,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Send a worker the values of a key, as they are after what came before this."""
+    """Send a worker the values of a key, after all earlier effects."""
 
     worker: PeerId
     request: int
@@ -98,9 +98,9 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Request:
-    """One request that is open. clock: what the worker's and the key's clock must allow; pull: values are wanted.
+    """One open request. clock: the clock at which it may proceed; pull: values are wanted.
 
-    turn: in which order requests were opened: of those that wait for the same clock the first goes first.
+    turn: the order of opening: of requests that wait for the same clock the first goes first.
     """
 
     worker: PeerId
@@ -134,9 +134,9 @@ class Worker:
 class Key:
     """One key's piece.
 
-    clock: what every worker that counts has pushed.  clocks: of the workers, as far as their pushes are whole; asked:
-    as they said.  pushed: it has been pushed to.  round: the pushes of the step that is being gathered.
-    far: the requests that wait for the key's clock; own: by worker, the pulls that wait for its own pushes; both heaps.
+    clock: the lowest clock of the workers that count.  clocks: by worker, complete pushes; asked: announced pushes.
+    pushed: whether it was ever pushed to.  round: the pushes gathered for the next step.
+    far: requests that wait for the key's clock; own: by worker, pulls that wait for its own pushes; both are heaps.
     """
 
     name: str
@@ -159,11 +159,10 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How a server serves, as its first client says it. "" and 0: as it is there already, or the default.
+    """How a server serves, set by its first client. "" and 0: not set; the present value or the default holds.
 
-    store: names the keys that the masters hold together; the first gives it, the others are told.  master: which of
-    `masters` this one is.
-    workers: clocks begin to move when so many have enrolled.
+    store: the name of the keys that all masters hold together; the first master chooses it.  master: the index of this
+    one among `masters`.  workers: clocks begin to move when so many have enrolled.
     """
 
     store: str = ""
@@ -199,7 +198,7 @@ def canonical(rules: Rules) -> Rules:
 
 
 def check_equal(there: Rules, wanted: Rules, set_by: str) -> None:
-    """Raise ConfigError, naming both, if a client wants other rules than those there; set_by: who said these."""
+    """Raise ConfigError, naming both, if a client's rules differ from the present ones, which `set_by` has set."""
     for what in ("masters", "master", "store", "consistency", "optimizer", "workers"):
         ours, theirs = getattr(there, what), getattr(wanted, what)
         if (theirs not in ("", 0) or what == "master") and ours != theirs:
@@ -218,9 +217,9 @@ KEY_BYTES, MAX_NAME = 4096, 500
 class KeyServer:
     """The machine of one master.
 
-    name: unlike any other master's; a store that begins here is named after it.  limit_bytes: what its keys, with the
-    optimizer's state and the gradients of steps that are being gathered, may take of memory; held_bytes: what they do.
-    value_bytes: of the values alone.  rules: as they are in force.  pushes: how many have come whole.
+    name: unique among masters; a store that begins here is named after it.  limit_bytes: the memory allowed for its
+    keys, with the optimizer's state and the gathered gradients; held_bytes: the memory in use, value_bytes: for the
+    values alone.  rules: those in force.  pushes: the number of complete pushes.
     """
 
     def __init__(self, name: str, limit_bytes: int) -> None:
@@ -252,7 +251,7 @@ class KeyServer:
         """Take a client. Raises ConfigError if it wants other rules than those there, which the message names, or an
         optimizer that keeps more than there is memory for.
 
-        With no other client here its rules are the server's from now on; what it leaves open stays as it was.
+        If no other client is here, its rules become the server's; rules that it does not set stay as they are.
         """
         wanted = canonical(rules)
         effects: list[Effect] = []
@@ -295,7 +294,7 @@ class KeyServer:
         return [*effects, Begin(optimizer, reset)] if reset or optimizer != before.optimizer else effects
 
     def lost(self, worker: PeerId) -> list[Effect]:
-        """Forget a client: what it had pushed whole counts, and nobody waits for it."""
+        """Forget a client: its complete pushes count, and nobody waits for it."""
         gone = self._workers.pop(worker, None)
         if gone is None:
             return []
@@ -311,7 +310,7 @@ class KeyServer:
         return effects
 
     def awaited(self) -> dict[PeerId, tuple[PeerId, ...]]:
-        """Return, for each worker that waits for others, for whom; for nobody: for those who have not enrolled."""
+        """Return the workers that wait, each with those it waits for; with none: for workers not yet enrolled."""
         behind: dict[str, set[PeerId]] = {}
         found: dict[PeerId, tuple[PeerId, ...]] = {}
         for peer, worker in self._workers.items():
@@ -377,7 +376,7 @@ class KeyServer:
         return [Receive(worker, request)]
 
     def pull(self, worker: PeerId, request: int, key: str) -> list[Effect]:
-        """A client wants the values of a key: with all that it pushed before, and as fresh as the consistency says."""
+        """A client wants the values of a key, with all its own pushes, and as fresh as the consistency demands."""
         if (why := self._why_not(worker, request, key)) is not None:
             return [Refuse(worker, request, *why)]
         asked = Request(worker, request, Kind.PULL, key, True, self.keys[key].asked.get(worker))
@@ -423,7 +422,7 @@ class KeyServer:
         return effects + self._answer_or_wait(asked)
 
     def broken(self, worker: PeerId, request: int, reason: str, text: str) -> list[Effect]:
-        """The payload of a request is not sound, or was never acceptable: a push of it abstains."""
+        """The payload of a request is invalid: a push abstains."""
         asked = self._take(worker, request)
         return [] if asked is None else self._abstain(asked, reason, text)
 
@@ -439,7 +438,7 @@ class KeyServer:
     # ------------------------------------------------------------------ life after a restart
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold besides the values: the rules, and what lies here of which key."""
+        """Return what a checkpoint holds besides the values: the rules, and the pieces of keys that lie here."""
         return {
             "rules": asdict(self.rules),
             "keys": [[key.name, key.dtype, key.start, key.values] for key in self.keys.values()],
@@ -466,8 +465,9 @@ class KeyServer:
                 yield peer, key.clocks.get(peer, key.clock)
 
     def _settle(self, key: Key, worker: PeerId | None = None) -> list[Effect]:
-        """Move a key's clock as far as it goes; let go on who waited for that, and what `worker`, whose own has moved,
-        waited with. Looks at nobody else, however many wait."""
+        """Advance a key's clock; resume the requests that waited for it, and those of `worker`, whose own has moved.
+
+        The cost does not depend on the number of other requests that wait."""
         effects: list[Effect] = []
         slowest = min((clock for _, clock in self._counted(key)), default=key.clock)
         if self._complete and slowest > key.clock:
@@ -554,7 +554,7 @@ class KeyServer:
 
     @staticmethod
     def _cost(size: int, slots: int) -> int:
-        """What a piece takes of memory: values, what is sent of them, a gradient, and the optimizer's state."""
+        """Return the memory that a piece takes: values, their frames, a gradient, and the optimizer's state."""
         return KEY_BYTES + size * (3 + slots)
 
     def _open(self, asked: Request) -> None:

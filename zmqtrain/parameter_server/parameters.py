@@ -66,7 +66,7 @@ class ParameterKeeper:
         self.writer = BackgroundWriter("keys", "the parameter server")
 
     def resume(self, machine: KeyServer) -> tuple[Directory, Store] | None:
-        """Bring a fresh machine to where that of the file was; return its directory and store. None: there is none.
+        """Restore a fresh machine from the file; return its directory and store, None if there is no file.
 
         Raises CheckpointError if the file cannot be read.
         """
@@ -128,7 +128,7 @@ Payload = messages.Initialise | messages.Push
 class Parameters:
     """The key server of one broker.
 
-    downlink, codec: of the broker.  name: unlike any other master's.  keeper: of what is kept, every `keep_seconds`.
+    downlink, codec: of the broker.  name: unique among masters.  keeper: saves it every `keep_seconds`.
     Raises CheckpointError.
     """
 
@@ -154,7 +154,7 @@ class Parameters:
     # ------------------------------------------------------------------ received messages
 
     def take(self, peer: PeerId, request: KeyRequest) -> None:
-        """Take what a client says. Raises RemoteProtocolError or FramingError for what no client of ours says."""
+        """Handle a request. Raises RemoteProtocolError or FramingError for one that no client of ours sends."""
         machine = self.machine
         match request:
             case messages.Enrol():
@@ -221,7 +221,7 @@ class Parameters:
         self.go_on(peer)
 
     def tick(self, now: float) -> None:
-        """Keep what has changed, and tell clients that wait for others whom they wait for, now and then."""
+        """Save changes when it is time, and tell waiting clients whom they wait for."""
         changed = self._changed or now >= self._keeper.writer.retry_at
         if changed and now - self._kept_at >= self._keep_seconds:
             self._kept_at, self._changed, self._keeper.writer.retry_at = now, False, inf
@@ -251,7 +251,7 @@ class Parameters:
         return {"machine": self.machine.state(), "directory": self.directory.state()}
 
     def close(self) -> None:
-        """Keep what there is, and wait until it is written; call it when the codec thread has ended."""
+        """Save, and wait until it is written; call it when the codec thread has ended."""
         for work, _, _ in self._jobs:
             with contextlib.suppress(CodecError):
                 work()
@@ -268,7 +268,7 @@ class Parameters:
         self._carry_out([*self.machine.lost(peer), *self.directory.lost(peer)])
 
     def go_on(self, peer: PeerId) -> None:
-        """Let come and go what has waited for room, after a client has sent or taken something."""
+        """Resume transfers that waited for room, after a client has sent or taken something."""
         incoming, outgoing = self._incoming.get(peer), self._outgoing.get(peer)
         while incoming and self.machine.serves(peer) and self._downlink.uploads.has_room(peer, sum(incoming[0].sizes)):
             self._expect(peer, incoming.popleft())

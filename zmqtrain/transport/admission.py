@@ -39,7 +39,7 @@ _REMEMBERED = 1024  # routing ids that were read: the same ones come with each m
 
 
 def first_life() -> bytes:
-    """Return what tells a new channel of a peer from all others of that peer."""
+    """Return an identifier of a new channel of a peer, different from all its former ones."""
     return secrets.token_bytes(_SERIES_BYTES) + bytes(_COUNT_BYTES)
 
 
@@ -50,7 +50,7 @@ def next_life(life: bytes) -> bytes:
 
 
 def is_former(life: bytes, other: bytes) -> bool | None:
-    """Return whether `life` was before `other`; None for lives of two series, which do not tell."""
+    """Return whether `life` was before `other`; None for lives of two series, whose order is unknown."""
     if life[:_SERIES_BYTES] != other[:_SERIES_BYTES]:
         return None
     return life < other
@@ -144,7 +144,7 @@ class Refusals:
 
     @property
     def recent(self) -> int:
-        """How many there were in the last minute, but for what happens in normal life."""
+        """The refusals of the last minute, without those of normal operation."""
         while self._recent and self._clock.monotonic() - self._recent[0][0] > RECENT_SECONDS:
             self._recent.popleft()
         return sum(count for _, count in self._recent)
@@ -193,7 +193,7 @@ DEPARTED_SEATS = 1024
 
 
 class Admission:
-    """The public keys (Z85) that come in, each with a name; None as long as it is not known: who asks then waits."""
+    """The authorised public keys (Z85), each with a name; None while they are unknown: connections then wait."""
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         self._names = None if names is None else dict(names)
@@ -212,8 +212,8 @@ class Admission:
         return self._names is not None and name in self._names.values()
 
     def change(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Let these in from now on, and nobody else; return those that were let in before and are not any more, or
-        under another name."""
+        """Authorise these keys from now on, and no others; return those that are no longer authorised, or have another
+        name now."""
         gone = {key: name for key, name in (self._names or {}).items() if names.get(key) != name}
         self._names = dict(names)
         return gone
@@ -251,7 +251,7 @@ class Seats:
         return len(self._seats)
 
     def get(self, peer: PeerId) -> Seat | None:
-        """Return the place of a peer; None for one that was never heard, or is forgotten."""
+        """Return the seat of a peer; None for one that was never heard, or is forgotten."""
         return self._seats.get(peer)
 
     def is_now(self, peer: PeerId, life: bytes) -> bool:
@@ -262,15 +262,15 @@ class Seats:
     def hear(
         self, peer: PeerId, name: str, key: str, life: bytes, descriptor: int, number: int
     ) -> tuple[str, set[int]]:
-        """Take note that a message of `peer` came over a connection.
+        """Record that a message of `peer` came over a connection.
 
-        number: of the connection, higher for each that is made; -1 for one that has ended.  Which of two lives is the
-        later one they tell themselves, if they are of one channel (a message may be heard when its connection has ended
-        and another has its descriptor), else their connections do.
-        Return why it does not count, "" if it does, and the connections that are to end for it: of the life that this
-        one ends; or, of "life" (another life of the peer has connected since), this one.  None if both lives are of one
-        channel, which has ended its former connections itself: their descriptors may be another's by now, even this
-        life's own.  "name": the peer is another's.
+        number: of the connection, higher for each new one; -1 for one that has ended.  Two lives of one channel tell
+        their own order (a message may be read when its connection has ended and another has its descriptor); else the
+        numbers of their connections decide. Returns (reason, connections to end): reason is "" if the message counts;
+        "life" if another life of the peer has connected since; "name" if the peer belongs to another name.
+        connections: those of the life that this one ends, or, with "life", this one; none if both lives are of one
+        channel, which has ended its former connections itself: their descriptors may belong to others by now, even to
+        this life.
         """
         seat = self._seats.get(peer)
         if seat is None:
@@ -294,13 +294,13 @@ class Seats:
         return "", ended
 
     def _keep(self, peer: PeerId, seat: Seat, descriptor: int, number: int) -> None:
-        """Note over which connection a peer was heard; one that has ended already keeps nobody here."""
+        """Record the connection over which a peer was heard; one that has ended keeps nobody present."""
         if number >= 0:
             seat.descriptors[descriptor] = number
         self._note_whether_here(peer, seat)
 
     def note_lane(self, peer: PeerId, lane: Lane, now: float) -> None:
-        """Take note that this lane of a peer is heard, in the life that counts."""
+        """Record that this lane of a peer is heard, in the life that counts."""
         if (seat := self._seats.get(peer)) is not None:
             seat.lanes.setdefault(lane, now)
 
@@ -313,7 +313,7 @@ class Seats:
         return now - min(seat.lanes.values(), default=-inf) <= seconds
 
     def left(self, peer: PeerId, descriptor: int) -> None:
-        """Take note that a connection of a peer is gone; its place stays its own."""
+        """Record that a connection of a peer has ended; the peer keeps its seat."""
         if (seat := self._seats.get(peer)) is not None:
             seat.descriptors.pop(descriptor, None)
             if not seat.descriptors:  # the same life may come again

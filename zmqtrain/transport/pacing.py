@@ -94,7 +94,7 @@ class Gate:
         return bool(self._waiters) or self._called is not None
 
     def call(self, what: Callable[[], object]) -> None:
-        """Call this at each `open`, from now on, in the midst of who opens: it takes note, and does no more."""
+        """Call this at each `open` from now on, inside it: it must only record, and return."""
         self._called = what
 
     def open(self) -> None:
@@ -118,7 +118,7 @@ class Gate:
 
 
 class Fairness:
-    """Give the loop's other tasks a turn now and then, where a call under load would never have to wait."""
+    """Yields to the loop's other tasks now and then, because a call under load may never have to wait."""
 
     __slots__ = ("_turns", "every")
 
@@ -149,8 +149,8 @@ Who = TypeVar("Who", bound=Hashable)
 class LinkShare:
     """What training may use of a port, each way.
 
-    rate: of the port, bytes of payload per second, one way; 0: as it is measured.  share: of that.
-    Raises ConfigError for what no port has.
+    rate: payload bytes per second of the port, one way; 0: as measured.  share: the part of it to use.
+    Raises ConfigError for a rate or share that is out of range.
     """
 
     rate: float = 0.0
@@ -163,7 +163,7 @@ class LinkShare:
             raise ConfigError(f"a link's rate must be 0 (as measured) or more, got {self.rate:g}")
 
     def limit(self, measured: float = 0.0) -> float | None:
-        """Return the bytes per second that may be used; None: no limit is wanted, or none can be said yet."""
+        """Return the bytes per second that may be used; None: no limit is configured, or none is known yet."""
         rate = self.rate or (measured if self.share < 1 else 0.0)
         return self.share * rate if rate else None
 
@@ -175,8 +175,8 @@ class LinkShare:
 class TokenBucket:
     """A rate that may be exceeded by one burst.
 
-    rate: bytes per second; None: no limit.  A sender goes at `wait_seconds` 0 and pays: over any time t, what has gone
-    so is at most burst_bytes + rate · t. What is larger than the burst goes when the bucket is full, and owes the rest.
+    rate: bytes per second; None: no limit.  A sender goes at `wait_seconds` 0 and pays: over any time t at most
+    burst_bytes + rate · t are sent. A message larger than the burst goes when the bucket is full, and owes the rest.
     """
 
     def __init__(self, rate: float | None = None) -> None:
@@ -186,7 +186,7 @@ class TokenBucket:
         self.set_rate(rate)
 
     def set_rate(self, rate: float | None) -> None:
-        """Go on at another rate; what is in the bucket stays, as far as it has room. Raises ConfigError unless > 0."""
+        """Change the rate; the bucket keeps its content, as far as it has room. Raises ConfigError unless > 0."""
         if rate is not None and not (rate > 0 and isfinite(rate)):
             raise ConfigError(f"a rate must be more than 0 bytes per second (or None), got {rate}")
         was_full = self._tokens >= self.burst_bytes
@@ -202,7 +202,7 @@ class TokenBucket:
         return missing / self.rate if missing > 0.5 else 0.0  # half a byte: what floats lose
 
     def pay(self, size: float, now: float) -> None:
-        """Take note that `size` bytes go at `now`, whether or not they should have waited."""
+        """Record that `size` bytes are sent at `now`, whether or not they should have waited."""
         if self.rate is not None:
             self._fill(now)
             self._tokens -= size
@@ -226,8 +226,8 @@ class Use(IntEnum):
 class Reservation(Generic[Who]):
     """One way through a port: whose turn it is to send, and when, within a rate.
 
-    rate: bytes per second that may be used; None: no limit.  Those who wait on a lane take turns; one whose own link
-    is not ready is passed over, one that the port is not ready for is waited for, and never overtaken by what is small.
+    rate: bytes per second that may be used; None: no limit.  Waiting peers of a lane take turns. A peer whose own link
+    is not ready is passed over; one that the port is not ready for is never overtaken by a smaller message.
     """
 
     def __init__(self, rate: float | None = None) -> None:
@@ -240,7 +240,7 @@ class Reservation(Generic[Who]):
         self.bucket.pay(size, now)
 
     def wait(self, who: Who, use: Use) -> None:
-        """Let `who` wait for its turn on a lane; who waits there already keeps its place, who waits elsewhere moves."""
+        """Queue `who` on a lane; if it waits there already it keeps its place, if on another lane it moves."""
         if who not in self._lanes[use]:
             self.leave(who)
             self._lanes[use][who] = None
@@ -251,9 +251,9 @@ class Reservation(Generic[Who]):
             lane.pop(who, None)
 
     def turn(self, claim: Callable[[Who], tuple[int, float]], now: float) -> tuple[Who | None, float]:
-        """Return who may send now, and 0; or nobody, and after how many seconds to ask again (inf: nobody waits).
+        """Return the peer that may send now, and 0; or None, and the seconds until to ask again (inf: nobody waits).
 
-        claim: gives the bytes that one wants to send next, and how long its own link makes it wait.
+        claim: returns the bytes that a peer wants to send next, and how long its own link makes it wait.
         """
         soonest = inf
         order = (Use.SNAPSHOT, Use.DELTA) if self._overtaken >= OVERTAKEN else (Use.DELTA, Use.SNAPSHOT)
@@ -268,7 +268,7 @@ class Reservation(Generic[Who]):
         return None, soonest
 
     def sent(self, who: Who, size: int, now: float) -> None:
-        """Take note that `who` has sent `size` bytes at its turn: it goes to the end of its lane."""
+        """Record that `who` has sent `size` bytes at its turn: it goes to the end of its lane."""
         self.bucket.pay(size, now)
         if who in self._lanes[Use.DELTA]:
             self._overtaken = self._overtaken + 1 if self._lanes[Use.SNAPSHOT] else 0
@@ -281,7 +281,7 @@ class Reservation(Generic[Who]):
 
 
 class RateMeter:
-    """The fastest that a link was seen to carry, in bytes per second; `rate` is 0 until enough has gone at a time.
+    """The highest rate measured on a link, in bytes per second; `rate` is 0 until enough was sent at a time.
 
     A stretch begins when something is sent (or granted) to a peer that had nothing in flight, and lasts while something
     is.
@@ -311,8 +311,8 @@ class RateMeter:
 class ConnectionLimits:
     """How many connections there may be, and how long a handshake may last.
 
-    A node has two connections to a hub.  The bounds of those that are half open bound the memory that strangers can
-    take: each may send one frame of at most 4.06 MiB before it is known.
+    A node has two connections to a hub.  The bounds of half-open connections bound the memory that unauthenticated
+    peers can take: each may send one frame of at most 4.06 MiB before it is identified.
     """
 
     total: int = 4096
@@ -370,7 +370,7 @@ class Connections:
         return list(self._of.get(address, {}).values())
 
     def accepted(self, descriptor: int, address: str, port: int, now: float) -> list[Cut]:
-        """Take note of a new connection; return those that are to be cut for it, itself perhaps."""
+        """Record a new connection; return the connections to cut for it, perhaps itself."""
         self.closed(descriptor)
         self._accepted += 1
         new = Connection(descriptor, address, port, now, self._accepted)
@@ -395,7 +395,7 @@ class Connections:
             self._greeted.setdefault(connection.address, {})[descriptor] = connection
 
     def spoke(self, descriptor: int) -> None:
-        """Record that the peer of this connection has said something: it is never given up for a new one."""
+        """Record that the peer of this connection is identified: it is never evicted."""
         if (connection := self._all.get(descriptor)) is not None:
             self._settle(connection)
 
@@ -409,7 +409,7 @@ class Connections:
                 del self._of[connection.address]
 
     def _least_known(self) -> Connection:
-        """Return whose place a new connection takes when none is free; its own, if all others have spoken."""
+        """Return the connection to cut when no place is free: the new one, if all others are identified."""
         address = _crowded(self._half)
         table = self._greeted if self._greeted and len(self._half[address]) == 1 else self._half
         return next(iter(table[_crowded(table)].values()))
@@ -461,10 +461,9 @@ class Credits:
     window_bytes: the most bytes granted and not yet arrived, over all peers.  A grant goes to the lowest `priority`
     that waits; among equals to one peer after the other, chunk by chunk; within a peer in the order asked.  A chunk
     that does not fit is waited for, never overtaken: what is small does not starve what is large.
-    A peer that was granted and stays silent holds its part of the window: `holders` says who, `forget` or `cancel`
-    frees it.  A peer whose own link has no more to give now (`limit`) is passed over until it has; while the hub's own
-    (`bucket`) has none, all wait.
-    retry_seconds: after the last `grants`, how long until one that only a rate has kept back may be granted.
+    A silent peer holds its part of the window: `holders` names it, `forget` or `cancel` frees it.  A peer whose own
+    link is used up (`limit`) is passed over until it has room; while the hub's own link (`bucket`) is used up, all
+    wait. retry_seconds: after the last `grants`, how long until a chunk that only a rate has delayed may be granted.
     """
 
     def __init__(self, window_bytes: int = 1 << 20) -> None:
@@ -572,9 +571,9 @@ class Credits:
             self._remove(peer, transfer)
 
     def cancel(self, peer: PeerId, transfer: int) -> None:
-        """Release all of a transfer; one that is unknown, or finished, is none.
+        """Release all of a transfer; an unknown or finished one is ignored.
 
-        Granted chunks that still come afterwards are the caller's to drop: it must not call `arrived` for them.
+        The caller drops granted chunks that still arrive afterwards: it must not call `arrived` for them.
         """
         asked = self._transfers.get(peer, {}).get(transfer)
         if asked is None:
@@ -665,7 +664,7 @@ class Outbox:
         return any(not queued.droppable for queued in self._transfers.values())
 
     def push(self, transfer: int, chunks: Sequence[Sequence[Buffer]], droppable: bool) -> bool:
-        """Queue a transfer whole; return False if it does not fit in `limit_bytes`, and then nothing is queued.
+        """Queue a whole transfer; return False, and queue nothing, if it does not fit in `limit_bytes`.
 
         chunks: messages, in order; the buffers are kept, not copied.  droppable: whether `drop_droppable` may take it.
         Raise LocalProtocolError if the transfer is empty, or one of the same number is not finished.
