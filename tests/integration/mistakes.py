@@ -839,7 +839,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "NaN among the initial parameters",
-            ("the leaf w holds NaN or infinity at the beginning: check how the parameters are initialised",),
+            ("the leaf w holds NaN or infinity at the beginning: check how parameters are initialised",),
             "Look at the initialisation",
             call=lambda place: _sync(place.fresh, {"w": np.full((2, 3), np.nan, np.float32)}),
         ),
