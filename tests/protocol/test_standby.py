@@ -209,9 +209,9 @@ def test_a_hub_tells_its_standby_the_crew_and_hears_in_its_heartbeats_which_book
     assert beat.heard == one.read == json.loads(books.text)["number"]
     hub.gone("s#1", "cut", 2.0)
     hub.receive("b#1", Heartbeat(2.5, 1), 2.5)
-    assert not hub.may_announce, "b is not of the crew that the standby goes by: a alone"
+    assert not hub.lease.holds, "b is not of the electorate that the standby goes by: a alone"
     hub.receive("a#1", Heartbeat(2.5, 1), 2.5)
-    assert hub.may_announce
+    assert hub.lease.holds
 
 
 def test_nodes_that_join_and_never_publish_have_no_word_between_a_hub_and_its_standby():
@@ -228,9 +228,9 @@ def test_nodes_that_join_and_never_publish_have_no_word_between_a_hub_and_its_st
     (beat, *_) = (effect.message for effect in one.tick(2.0) if isinstance(effect, Send))
     hub.receive("s#1", beat, 2.0)
     hub.gone("s#1", "cut", 2.0)
-    assert not hub.may_announce
+    assert not hub.lease.holds
     hub.receive("a#1", Heartbeat(2.5, 1), 2.5)
-    assert hub.may_announce, "two silent nodes of three keep nobody from going on"
+    assert hub.lease.holds, "two silent nodes of three keep nobody from going on"
 
 
 def test_a_node_that_lets_its_hub_go_on_says_so_at_once_and_to_the_standby():
@@ -339,7 +339,7 @@ def test_a_standby_that_comes_again_or_another_in_its_place_holds_up_nobody_unti
     hub.in_step(0.0)
     assert hub.lease.follows
     hub.receive("s#1", Hello("s", "standby", address=SECOND), 1.0)
-    assert not hub.lease.follows and hub.may_announce
+    assert not hub.lease.follows and hub.lease.holds
     hub.in_step(0.0)
     effects = hub.receive("t#1", Hello("t", "standby", address=SECOND), 2.0)
     assert any(isinstance(effect, Disconnect) and effect.peer == "s#1" for effect in effects)

@@ -405,7 +405,7 @@ class World(RuleBasedStateMachine):
             assert not waiting.alive or waiting.succession.obstacle(self.now) or not self.is_enough_for(waiting)
             self.seen["stood still"] += 1
         else:  # the other is dead, whether it had taken over or not, and too few of the crew are here
-            assert newest.address == FIRST and not self.brokers[SECOND].alive and not newest.hub.may_announce
+            assert newest.address == FIRST and not self.brokers[SECOND].alive and not newest.hub.lease.holds
             self.seen["waited for its crew"] += 1
 
     def newest(self):
@@ -446,7 +446,7 @@ def two_sides(world, *with_first):
     """Cut the hubs off from each other; these nodes hear the first, the others the standby."""
     world.partition(set(with_first), 12.0)
     first, second = world.brokers[FIRST], world.brokers[SECOND]
-    return first.alive and first.hub.may_announce, isinstance(second, Broker)
+    return first.alive and first.hub.lease.holds, isinstance(second, Broker)
 
 
 def test_a_first_that_is_cut_off_with_a_few_of_its_nodes_tells_them_nothing_new_and_steps_down():

@@ -222,7 +222,7 @@ class StandbyService:
     def _may(self, version: Version) -> bool:
         if self._hub.lease.follows:
             return version <= self._held
-        return self._closing_since is None and self._hub.may_announce
+        return self._closing_since is None and self._hub.lease.holds
 
     def _flush(self, now: float) -> None:
         while self._waiting and self._may(self._waiting[0].version):

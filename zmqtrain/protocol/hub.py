@@ -986,11 +986,6 @@ class Hub:
         return next(iter(self._in(MemberState.STANDBY)), None)
 
     @property
-    def may_announce(self) -> bool:
-        """Whether this hub may let nodes hear of new versions: see `standby.PrimaryLease`."""
-        return self.lease.holds
-
-    @property
     def worse(self) -> tuple[Version, float] | None:
         """The best evaluation, if the last one has ten times its loss or more; else None."""
         loss = self.scores.get("loss", nan)
