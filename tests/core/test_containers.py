@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from zmqtrain.core.containers import children, like
+from zmqtrain.core.types import children, like
 
 
 class Layer(NamedTuple):

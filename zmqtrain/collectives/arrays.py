@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
-from zmqtrain.core.containers import children, like
 from zmqtrain.core.errors import ConfigError, FramingError
-from zmqtrain.core.types import Array
+from zmqtrain.core.types import Array, children, like
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -1,6 +1,6 @@
-"""The types that all folders share: peers, versions, models, offers and updates.
+"""The types that all folders share: peers, versions, models, offers, updates, and trees of containers.
 
-Rule 1: nothing here does anything; a function here only reads what it is given.
+Rule 1: a function here only reads its arguments.
 Rule 2: arrays are named by their role: a *leaf* is one array of the model, a *segment* the part of one leaf that one
 fragment carries (flat float32), a *frame* at most `MAX_FRAME_BYTES` of encoded segments.
 """
@@ -274,3 +274,24 @@ class HubChunk:
     key: int
     op: str
     dtype: str
+
+
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """Return the (name, child) of each child, in the container's own order; None for what is no container.
+
+    name: the key in a dict, the field of a NamedTuple, the place in a list or a tuple.
+    """
+    if isinstance(node, dict):
+        return list(node.items())
+    if not isinstance(node, list | tuple):
+        return None
+    return list(zip(getattr(node, "_fields", range(len(node))), node, strict=True))
+
+
+def like(node: Any, inside: Sequence[Any]) -> Any:
+    """Return a container of the kind of `node` with these in the places of its children, in the same order."""
+    if isinstance(node, dict):
+        return dict(zip(node, inside, strict=True))
+    if isinstance(node, list):
+        return list(inside)
+    return type(node)(*inside) if hasattr(node, "_fields") else tuple(inside)

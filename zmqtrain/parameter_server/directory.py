@@ -22,9 +22,8 @@ from math import prod
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from zmqtrain.core.containers import children, like
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.types import LeafSpec, PeerId
+from zmqtrain.core.types import LeafSpec, PeerId, children, like
 
 ITEM_BYTES = {"float32": 4, "float64": 8}
 """The dtypes that a key may have, and the bytes of one value."""
