@@ -233,9 +233,9 @@ def test_a_founder_that_dies_half_way_is_succeeded_by_the_next(monkeypatch):
     gave, died = threading.Event(), threading.Event()
     lend = Node.lend
 
-    def die(node, leaves, moments=()):  # all others have its parameters; the first has not
+    def die(node, leaves, optimizer_state=()):  # all others have its parameters; the first has not
         if node.name != "pc-1":
-            return lend(node, leaves, moments)
+            return lend(node, leaves, optimizer_state)
         gave.set()
         died.wait(30.0)
         raise JoinRefused("it dies here")

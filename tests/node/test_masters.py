@@ -103,7 +103,7 @@ class FakeLine(Stated):
     def wait_welcome(self, seconds):
         return self.settings
 
-    def begin_join(self, model, leaves, *, score=math.nan, moments=()):
+    def begin_join(self, model, leaves, *, score=math.nan, optimizer_state=()):
         self.layout = Layout(model, self.settings.fragments, (self.shard, self.settings.masters))
         self.leaves, self.joined = leaves, True
         if not self.hub.published:
@@ -114,7 +114,7 @@ class FakeLine(Stated):
                 assert self.peer.founding == 1 and leaves, "only who is asked by the first founds"
                 self.hub.begin(self.layout, leaves)
 
-    def lend(self, leaves, moments=()):
+    def lend(self, leaves, optimizer_state=()):
         assert all(hub.published for hub in self.at[1:]), "the first is founded last"
         self.wanted, self.joined = False, True
         self.hub.begin(self.layout, leaves)

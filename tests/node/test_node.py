@@ -296,7 +296,7 @@ def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
     decoded(node)
     assert [(u.version, u.reset, u.keep) for u in updates] == [(-1, True, False)] * 3 + [(0, False, True)]
     assert [float(u.anchor[0].values[1]) for u in updates] == [1, 2, 3, 4]
-    np.testing.assert_array_equal(updates[0].moments[0], LEAVES[0])
+    np.testing.assert_array_equal(updates[0].optimizer_state[0], LEAVES[0])
     assert node.next_fragments() == (0,)
 
 

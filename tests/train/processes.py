@@ -139,7 +139,7 @@ class Run(Stated):
         self.name, self.settings = name, fixed_run(**{"evaluate_seconds": 0.0, "initial": "founder"} | settings)
         self.offers, self.landing, self.reports, self.scores, self.version = [], [], [], [], 0
 
-    def join(self, model, leaves, *, score=0.0, moments=()):
+    def join(self, model, leaves, *, score=0.0, optimizer_state=()):
         self.layout = Layout(model, self.settings.fragments)
         return None
 

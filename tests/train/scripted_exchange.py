@@ -48,16 +48,16 @@ class ScriptedExchange(Stated):
         self.layout = self.founding = self.lent = None
         self.founded, self.compared, self.joined = anchor is not None, [], {}
 
-    def join(self, model, leaves, *, score=math.nan, moments=()):
+    def join(self, model, leaves, *, score=math.nan, optimizer_state=()):
         self.layout, self.founding = Layout(model, self.settings.fragments), leaves
-        self.score, self.moments, self.founded = score, moments, self.settings.initial != "own"
+        self.score, self.optimizer_state, self.founded = score, optimizer_state, self.settings.initial != "own"
         return None if self.anchor is None else Update(self.version, {}, {}, anchor=self.anchor, **self.joined)
 
     def compare(self, score, *, declined=False):
         self.compared.append((score, declined) if declined else score)
 
-    def lend(self, leaves, moments=()):
-        self.wanted, self.lent = False, (leaves, moments)
+    def lend(self, leaves, optimizer_state=()):
+        self.wanted, self.lent = False, (leaves, optimizer_state)
 
     def next_fragments(self):
         if len(self.on_the_way) >= self.settings.offers_in_flight:

@@ -18,7 +18,7 @@ from tests.stated import Stated
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import JoinRefused
 from zmqtrain.core.types import LOCAL_UNITS, Part, Update, first_local_unit
-from zmqtrain.train.apart import begin, follow, own_seed, pack_moments, train_apart, unpack_moments
+from zmqtrain.train.apart import begin, follow, own_seed, pack_optimizer_state, train_apart, unpack_optimizer_state
 from zmqtrain.train.minibatch import FixedMinibatch
 from zmqtrain.train.step import MinibatchStep, TrainState
 from zmqtrain.train.sync import DelayedSync
@@ -63,16 +63,16 @@ class Exchange(Stated):
         self.update, self.founded, self.name = update, founded, name
         self.compared, self.lent, self.coming = [], [], []
 
-    def join(self, model, leaves, *, score=math.nan, moments=()):
-        self.layout, self.leaves, self.score, self.moments = Layout(model, 1), leaves, score, moments
+    def join(self, model, leaves, *, score=math.nan, optimizer_state=()):
+        self.layout, self.leaves, self.score, self.optimizer_state = Layout(model, 1), leaves, score, optimizer_state
         return self.update
 
     def compare(self, score, *, declined=False):
         self.compared.append(score)
 
-    def lend(self, leaves, moments=()):
+    def lend(self, leaves, optimizer_state=()):
         self.wanted = False
-        self.lent.append((leaves, moments))
+        self.lent.append((leaves, optimizer_state))
 
     def next_fragments(self):
         return ()
@@ -110,7 +110,7 @@ def other(value=0.5):
 def test_a_founder_begins_from_the_runs_seed_and_trains_nothing_before_it_joins():
     program, sync, state = started(Exchange(seed=3, initial="founder"))
     assert (weights(state.params) == weights(Program().init(3))).all()
-    assert program.units == [0] and math.isnan(sync.exchange.score) and sync.exchange.moments == ()
+    assert program.units == [0] and math.isnan(sync.exchange.score) and sync.exchange.optimizer_state == ()
 
 
 def test_seeds_apart_differ_by_name_and_are_the_same_every_time():
@@ -159,45 +159,45 @@ def trained(steps=5):
 def test_an_optimizers_state_comes_out_as_it_went_in():
     state = trained()
     fresh = optax.adam(0.1).init(state.params)
-    packed = pack_moments(state.opt_state)
+    packed = pack_optimizer_state(state.opt_state)
     assert all(array.dtype == np.float32 and array.ndim == 1 for array in packed)
-    restored = unpack_moments(fresh, [np.concatenate(packed)])
+    restored = unpack_optimizer_state(fresh, [np.concatenate(packed)])
     for before, after in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(restored), strict=True):
         assert before.dtype == after.dtype and (np.asarray(before) == np.asarray(after)).all()
 
 
 def test_a_large_count_and_narrow_floats_are_not_rounded_on_their_way():
     state = {"count": jnp.array(2**31 - 1, jnp.int32), "flag": jnp.array(True), "m": jnp.array([0.1], jnp.bfloat16)}
-    restored = unpack_moments(jax.tree.map(jnp.zeros_like, state), pack_moments(state))
+    restored = unpack_optimizer_state(jax.tree.map(jnp.zeros_like, state), pack_optimizer_state(state))
     assert int(restored["count"]) == 2**31 - 1 and bool(restored["flag"])
     assert restored["m"].dtype == jnp.bfloat16 and restored["m"] == state["m"]
 
 
 def test_an_optimizers_state_that_cannot_travel_does_not():
-    assert pack_moments({"key": jax.random.key(0), "m": jnp.zeros(2)}) == []
-    assert pack_moments({"m": jnp.array([jnp.inf])}) == []
-    assert pack_moments(optax.sgd(0.1).init({"w": jnp.zeros(3)})) == []
+    assert pack_optimizer_state({"key": jax.random.key(0), "m": jnp.zeros(2)}) == []
+    assert pack_optimizer_state({"m": jnp.array([jnp.inf])}) == []
+    assert pack_optimizer_state(optax.sgd(0.1).init({"w": jnp.zeros(3)})) == []
 
 
 @pytest.mark.parametrize("values", [0, 3, 9, 30])
 def test_the_state_of_another_optimizer_is_not_taken_over(values):
     fresh = optax.adam(0.1).init({"w": jnp.zeros(3)})
-    assert unpack_moments(fresh, [np.zeros(values, np.float32)]) is None
+    assert unpack_optimizer_state(fresh, [np.zeros(values, np.float32)]) is None
 
 
 @pytest.mark.parametrize("adopt", [True, False])
 def test_who_adopts_the_best_goes_on_with_its_optimizer_state_or_a_fresh_one(adopt):
     state = trained()
-    update = Update(0, {}, {}, anchor=other(), moments=[np.concatenate(pack_moments(state.opt_state))])
+    update = Update(0, {}, {}, anchor=other(), optimizer_state=[np.concatenate(pack_optimizer_state(state.opt_state))])
     _, sync, begun = started(Exchange(update, initial="best", fresh_moments=not adopt))
     assert (weights(begun.params) == 0.5).all()
     assert int(begun.opt_state[0].count) == (5 if adopt else 0)
-    assert bool(len(sync.exchange.moments)) == adopt
+    assert bool(len(sync.exchange.optimizer_state)) == adopt
     assert sync.take_adoption() is None
 
 
 def test_a_state_that_does_not_fit_is_said_and_a_fresh_one_begun(caplog):
-    update = Update(0, {}, {}, anchor=other(), moments=[np.zeros(4, np.float32)])
+    update = Update(0, {}, {}, anchor=other(), optimizer_state=[np.zeros(4, np.float32)])
     _, _, begun = started(Exchange(update, initial="best", fresh_moments=False))
     assert int(begun.opt_state[0].count) == 0 and "not of this node's optimizer" in caplog.text
 
@@ -255,7 +255,7 @@ def go(program, sync, state, steps):
     local = stepper(program)
     for batch in islice((np.float32(0) for _ in range(steps)), steps):
         state, loss, samples = local.step(state, iter([batch]))
-        params = sync.step(state.params, loss, samples, lambda state=state: pack_moments(state.opt_state))
+        params = sync.step(state.params, loss, samples, lambda state=state: pack_optimizer_state(state.opt_state))
         state = follow(program, sync, TrainState(params, state.opt_state))
     return state
 
@@ -276,9 +276,9 @@ def test_who_is_asked_for_its_parameters_lends_those_of_that_step_with_its_momen
     program, sync, state = started(exchange)
     exchange.wanted = True
     state = go(program, sync, state, 1)
-    ((leaves, moments),) = exchange.lent
+    ((leaves, optimizer_state),) = exchange.lent
     assert (leaves[0] == weights(state.params)).all()
-    assert (np.concatenate(moments) == np.concatenate(pack_moments(state.opt_state))).all()
+    assert (np.concatenate(optimizer_state) == np.concatenate(pack_optimizer_state(state.opt_state))).all()
 
 
 @pytest.mark.parametrize("adopt", [True, False])
@@ -286,7 +286,9 @@ def test_who_is_preempted_goes_on_from_the_best_and_its_optimizer_state_or_a_fre
     exchange = Exchange(initial="own", fresh_moments=not adopt)
     program, sync, state = started(exchange)
     lent = trained(steps=9).opt_state
-    exchange.coming.append(Update(-1, {}, {}, anchor=other(0.95), reset=True, moments=pack_moments(lent)))
+    exchange.coming.append(
+        Update(-1, {}, {}, anchor=other(0.95), reset=True, optimizer_state=pack_optimizer_state(lent))
+    )
     state = go(program, sync, state, 1)
     assert np.allclose(weights(state.params), 0.95) and int(state.opt_state[0].count) == (9 if adopt else 0)
     assert np.allclose(weights(sync.params), 0.95)

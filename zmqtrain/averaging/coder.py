@@ -387,11 +387,11 @@ class DeltaCoder:
         flats = decode_snapshot(self.layout, parameters)
         parts = enumerate(self.layout.join(flats))
         anchor = [Part(leaf, self.layout.part(leaf).start, values) for leaf, values in parts if values.size]
-        moments = [decode_optimizer_state(state)] if state else None
+        optimizer_state = [decode_optimizer_state(state)] if state else None
         own = {} if reset else self._own(landed)
         if reset:
             self.restart()
-        return Update(snapshot.version, {}, own, tuple(landed), anchor, reset, keep, moments)
+        return Update(snapshot.version, {}, own, tuple(landed), anchor, reset, keep, optimizer_state)
 
     def _own(self, landed: Sequence[int]) -> Mapping[int, Sequence[Array]]:
         own: dict[int, list[Encoded]] = {}

@@ -148,14 +148,19 @@ class Exchange(Protocol):
         """What nodes ask of each other before the run has shared parameters; None: they begin in another way."""
 
     def join(
-        self, model: ModelSpec, leaves: Sequence[Array], *, score: Score = math.nan, moments: Sequence[Array] = ()
+        self,
+        model: ModelSpec,
+        leaves: Sequence[Array],
+        *,
+        score: Score = math.nan,
+        optimizer_state: Sequence[Array] = (),
     ) -> Update | None:
         """Join the run with this model. Return the run's parameters (an update with an anchor), None if this node goes
         on from its own: they are the run's first, or it is one of a population whose run has none yet. An update of
         version -1 is the mean that the run may begin with (initial mean): score it, and `vote`.
 
         leaves: this node's own parameters as float32 numpy arrays.  score: theirs, on training data that was held out
-        (NaN: not known).  moments: the state of its optimizer as float32 arrays, for a node that adopts its parameters.
+        (NaN: not known).  optimizer_state: as float32 arrays, for a node that adopts its parameters.
         """
 
     def state(self) -> ExchangeState:
@@ -217,7 +222,7 @@ class Population(Protocol):
         """Report how the mean scores that `join` has returned (NaN: not known here), and return what `join` does: it
         has ended only now, or raises JoinRefused, which says why the run does not begin with the mean."""
 
-    def lend(self, leaves: Sequence[Array], moments: Sequence[Array] = ()) -> None:
+    def lend(self, leaves: Sequence[Array], optimizer_state: Sequence[Array] = ()) -> None:
         """Give the parameters and the optimizer's state of now, as for `join`: others wait for them
         (`ExchangeState.wanted`)."""
 

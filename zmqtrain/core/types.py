@@ -181,7 +181,7 @@ class Update:
     reset: drop what is pending there, and go on from the anchor: a new one, or the one that is there (anchor None).
     warm: of a reset: the optimizer goes on as it is, it does not begin fresh.
     keep: go on from the own parameters, whatever the anchor is: all that they differ from it is pending.
-    moments: the optimizer state that came with the anchor, as float32 values laid end to end, in one array or several.
+    optimizer_state: it came with the anchor, as float32 values laid end to end, in one array or several.
     """
 
     version: Version
@@ -191,7 +191,7 @@ class Update:
     anchor: Sequence[Part] | None = None
     reset: bool = False
     keep: bool = False
-    moments: Sequence[Array] | None = None
+    optimizer_state: Sequence[Array] | None = None
     warm: bool = False
 
 

@@ -198,7 +198,7 @@ class NodeRecorder(Recorder):
             snapshot=update.anchor is not None,
             reset=update.reset,
             keep=update.keep,
-            moments=update.moments is not None,
+            moments=update.optimizer_state is not None,
         )
         self._hold(record)
 

@@ -161,5 +161,5 @@ def _is_aggregate(deliver: Deliver | None) -> bool:
 
 def _decoded_bytes(update: Update) -> int:
     anchor = [part.values for part in update.anchor or ()]
-    parts = (*update.aggregate.values(), *update.own.values(), anchor, update.moments or ())
+    parts = (*update.aggregate.values(), *update.own.values(), anchor, update.optimizer_state or ())
     return sum(4 * math.prod(array.shape) for arrays in parts for array in arrays)

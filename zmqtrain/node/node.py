@@ -485,13 +485,13 @@ class Node(NullListener):
     # ------------------------------------------------------------------ joining (training thread)
 
     def join(
-        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
     ) -> Update | None:
         """See Exchange. Waits for the other nodes of a run that starts with several, unless it is a population.
 
         Raises ModelMismatch, JoinRefused, HubUnreachable, NonFiniteDelta.
         """
-        self.begin_join(model, leaves, score=score, moments=moments)
+        self.begin_join(model, leaves, score=score, optimizer_state=optimizer_state)
         self._wait_to_join()
         update = self.end_join()
         if self.device_coder is not None:  # while the caller compiles its own
@@ -499,7 +499,7 @@ class Node(NullListener):
         return update
 
     def begin_join(
-        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
     ) -> None:
         """Ask to join, without waiting: the first third of `join`. Raises LocalProtocolError for a second time."""
         if self.codec.coder is not None:
@@ -511,7 +511,7 @@ class Node(NullListener):
         coder = self.environment.make_coder(self, model)
         layout = coder.layout
         self._values = [sum(layout.counts(fragment)) for fragment in range(layout.fragments)]
-        self.codec.coder, self._initial = coder, (leaves, moments)
+        self.codec.coder, self._initial = coder, (leaves, optimizer_state)
         resuming = None
         if self.checkpoint is not None:
             self.checkpoint.begin(model)
@@ -571,10 +571,10 @@ class Node(NullListener):
         self._wait_to_join()
         return self.end_join()
 
-    def lend(self, leaves: Sequence[Any], moments: Sequence[Any] = ()) -> None:
+    def lend(self, leaves: Sequence[Any], optimizer_state: Sequence[Any] = ()) -> None:
         """See Exchange."""
         self.wanted = False
-        self.in_codec(lambda: self._send_initial(leaves, moments))
+        self.in_codec(lambda: self._send_initial(leaves, optimizer_state))
 
     # ------------------------------------------------------------------ exchange (training thread)
 
@@ -795,8 +795,8 @@ class Node(NullListener):
             self.wanted = True
             self.notify()
         else:
-            leaves, moments = self._initial
-            self.in_codec(lambda: self._send_initial(leaves, moments))
+            leaves, optimizer_state = self._initial
+            self.in_codec(lambda: self._send_initial(leaves, optimizer_state))
 
     def on_work(self, answer: WorkUnit) -> None:
         """See Listener."""
@@ -852,8 +852,8 @@ class Node(NullListener):
         """A job of the codec thread has failed with this error."""
         self.on_failed(codec_failure(self.name, error))
 
-    def _send_initial(self, leaves: Sequence[Any], moments: Sequence[Any]) -> None:
-        initial = self.codec.encode_initial(leaves, moments)
+    def _send_initial(self, leaves: Sequence[Any], optimizer_state: Sequence[Any]) -> None:
+        initial = self.codec.encode_initial(leaves, optimizer_state)
         self.link.call(lambda: self.link.send_founding(*initial))
 
     def _warm_up(self, fragment: int) -> None:

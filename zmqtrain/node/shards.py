@@ -80,16 +80,18 @@ class Lines:
             if not line.live and self._address(shard) not in ("", line.address):
                 line.link.move(self._address(shard))
 
-    def join(self, model: ModelSpec, leaves: Sequence[Any], score: float, moments: Sequence[Any]) -> Update | None:
+    def join(
+        self, model: ModelSpec, leaves: Sequence[Any], score: float, optimizer_state: Sequence[Any]
+    ) -> Update | None:
         """Join at all masters; see `ShardedNode.join`."""
-        self._first.begin_join(model, leaves, score=score, moments=moments)
+        self._first.begin_join(model, leaves, score=score, optimizer_state=optimizer_state)
         while True:
             self._until(lambda: self._first.has_joined() or self._first.wanted, lambda: self.waiting_for)
             if self._first.has_joined():
                 break
             self._leave_others()
             if self.found_others(model, leaves):
-                self._first.lend(leaves, moments)
+                self._first.lend(leaves, optimizer_state)
         update = self._first.end_join()
         if update is None and self.others:
             return None
@@ -219,7 +221,7 @@ class ShardedNode:
     # ------------------------------------------------------------------ joining
 
     def join(
-        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
     ) -> Update | None:
         """See Exchange. Waits for all masters, and for the nodes that the run starts with.
 
@@ -227,7 +229,7 @@ class ShardedNode:
         HubUnreachable, NonFiniteDelta.
         """
         self._layout = WholeLayout(model, self._fragments, self._count)
-        return self._lines.join(model, leaves, score, moments)
+        return self._lines.join(model, leaves, score, optimizer_state)
 
     @property
     def waiting_for(self) -> str:

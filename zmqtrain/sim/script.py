@@ -109,14 +109,14 @@ class ScriptedExchange:
         return self._coder
 
     def join(
-        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
     ) -> Update | None:
         """See Exchange."""
         self._coder = DeltaCoder(model, self.settings)
         layout, founds = self._coder.layout, self.script.peer in self._hub.founders
         if founds:
             frames = encode_snapshot(layout, layout.split(leaves))
-            self._hub.found(self.script.peer, model, frames, encode_optimizer_state(moments))
+            self._hub.found(self.script.peer, model, frames, encode_optimizer_state(optimizer_state))
         self._founded = True
         if founds and self.settings.initial != "mean":
             self._offers.version = 0

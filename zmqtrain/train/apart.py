@@ -62,7 +62,7 @@ def train_apart(
     return state
 
 
-def pack_moments(opt_state: Any) -> list[Array]:
+def pack_optimizer_state(opt_state: Any) -> list[Array]:
     """Return an optimizer's state as flat float32 arrays, one a leaf; [] if it holds what cannot travel.
 
     Floats as they are (float64 in single precision); integers and the rest byte by byte, so that no count is rounded.
@@ -79,10 +79,10 @@ def pack_moments(opt_state: Any) -> list[Array]:
     return packed if all(np.isfinite(values).all() for values in packed) else []
 
 
-def unpack_moments(opt_state: Any, moments: Sequence[Array]) -> Any | None:
-    """Return the state that `pack_moments` made flat, in the form of `opt_state`; None if it does not fit that."""
+def unpack_optimizer_state(opt_state: Any, optimizer_state: Sequence[Array]) -> Any | None:
+    """Return the state that `pack_optimizer_state` made flat, in the form of `opt_state`; None if it does not fit."""
     flat = np.concatenate(
-        [np.asarray(values, np.float32).reshape(-1) for values in moments] or [np.zeros(0, np.float32)]
+        [np.asarray(values, np.float32).reshape(-1) for values in optimizer_state] or [np.zeros(0, np.float32)]
     )
     leaves, tree = jax.tree.flatten(opt_state)
     filled = []
@@ -129,10 +129,16 @@ def begin(
         logger.info("%s trained apart for %d steps, and scores %.4g", exchange.name, alone, score)
     if settings.initial == "mean":
         score = score_of(program, state.params)
-    moments = pack_moments(state.opt_state) if compared and not settings.fresh_moments else ()
+    optimizer_state = pack_optimizer_state(state.opt_state) if compared and not settings.fresh_moments else ()
     judge = partial(score_of, program)
     sync = make_sync(
-        exchange, state.params, donate=True, score=score, moments=moments, state=state.opt_state, judge=judge
+        exchange,
+        state.params,
+        donate=True,
+        score=score,
+        optimizer_state=optimizer_state,
+        state=state.opt_state,
+        judge=judge,
     )
     adoption = sync.take_adoption()
     if adoption is None:
@@ -158,9 +164,9 @@ def follow(program: Program, sync: DelayedSync, state: TrainState) -> TrainState
 
 def _adopt(program: Program, settings: RunSettings, params: Any, adoption: Adoption) -> TrainState:
     fresh = program.optimizer().init(params)
-    if adoption.moments is None or settings.fresh_moments:
+    if adoption.optimizer_state is None or settings.fresh_moments:
         return TrainState(params, fresh)
-    opt_state = unpack_moments(fresh, adoption.moments)
+    opt_state = unpack_optimizer_state(fresh, adoption.optimizer_state)
     if opt_state is None:
         logger.warning("the optimizer state that came is not of this node's optimizer: it begins a fresh one")
     return TrainState(params, fresh if opt_state is None else opt_state)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from zmqtrain.core.interfaces import Describes, Exchange
-from zmqtrain.train.apart import begin, follow, pack_moments
+from zmqtrain.train.apart import begin, follow, pack_optimizer_state
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program, data_of
 from zmqtrain.train.step import NO_HOOKS, LoopHooks, MinibatchStep, TrainState
@@ -71,8 +71,10 @@ class TrainingLoop:
         while (result := local.step(state, coming)) is not None:
             state, loss, samples = result
             number, trained = number + 1, trained + samples
-            moments = partial(pack_moments, state.opt_state) if not settings.fresh_moments else tuple
-            params = sync.step(state.params, score=loss, samples=samples, moments=moments, state=state.opt_state)
+            optimizer_state = partial(pack_optimizer_state, state.opt_state) if not settings.fresh_moments else tuple
+            params = sync.step(
+                state.params, score=loss, samples=samples, optimizer_state=optimizer_state, state=state.opt_state
+            )
             state = follow(program, sync, TrainState(params, state.opt_state))
             self.hooks.watch(number, loss)
             if self._evaluation_due(evaluated):

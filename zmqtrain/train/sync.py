@@ -64,9 +64,9 @@ class SyncStatistics:
 
 
 class Adoption(NamedTuple):
-    """This node has another's parameters. moments: the state of its optimizer; None: it did not come with them."""
+    """This node has another's parameters. optimizer_state: None if it did not come with them."""
 
-    moments: Sequence[Array] | None
+    optimizer_state: Sequence[Array] | None
 
 
 class DelayedSync:
@@ -98,7 +98,7 @@ class DelayedSync:
     known).  judge: scores any parameters so: to decide whether the run may begin with the mean, and, where each node
     keeps its own (initial own), whether to adopt those that it is lent. None: other nodes judge the mean; its own are
     compared by the `score` of its steps.
-    moments: the optimizer's state as float32 arrays, for nodes that adopt these parameters.
+    optimizer_state: the optimizer's state as float32 arrays, for nodes that adopt these parameters.
     state: the rest of the loop's state for a checkpoint, where the node keeps one (`connect(..., checkpoint=...)`): any
     pytree of arrays and numbers, as the optimizer's state and random keys. If the node goes on from a checkpoint,
     `start` and `state` are the checkpoint's.
@@ -112,7 +112,7 @@ class DelayedSync:
         *,
         donate: bool = False,
         score: float = float("nan"),
-        moments: Sequence[Array] = (),
+        optimizer_state: Sequence[Array] = (),
         anchor: AnchorOn = "device",
         state: Any = (),
         judge: Callable[[Any], float] | None = None,
@@ -135,7 +135,7 @@ class DelayedSync:
         if isinstance(exchange, Describes):
             exchange.describe(device=say_device(exchange.name, leaves))
             self._first_step = FirstStep(leaves)
-        update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
+        update = exchange.join(model, _to_host(leaves), score=score, optimizer_state=optimizer_state)
         self._model, elastic, self._judge = model, self.settings.elastic, judge
         self._each = exchange.layout.fragments // self.settings.masters  # fragments of one master
         self._moves = moves_of(exchange.layout, model, leaves, donate=donate, elastic=elastic, anchor=anchor)
@@ -146,7 +146,7 @@ class DelayedSync:
         self._anchor = self._moves.place(start)
         self._own = leaves if update is not None and update.keep else None
         self._adopted = update is not None and not update.keep
-        self._adoption = Adoption(update.moments) if update is not None and self._adopted else None
+        self._adoption = Adoption(update.optimizer_state) if update is not None and self._adopted else None
         self._moves.warm_up(leaves, self._anchor)
         self._tracker, self._schedule = ContributionTracker(self.settings.masters), SyncSchedule(exchange)
         self._held_seconds = self._held_before = 0.0
@@ -217,7 +217,7 @@ class DelayedSync:
         params: Params,
         score: Any = None,
         samples: int = 1,
-        moments: Callable[[], Sequence[Array]] = tuple,
+        optimizer_state: Callable[[], Sequence[Array]] = tuple,
         state: Any = (),
     ) -> Params:
         """Mark a step boundary: apply what is due, offer when k steps are over, save when that is due; return the
@@ -226,7 +226,7 @@ class DelayedSync:
         score: the loss of this step, lower is better; an offer's score is the mean of those since the last offer.
         A device scalar is not waited for, but that of the step before is: a loop that ran a hundred steps ahead of its
         device would apply everything a hundred steps late.
-        samples: in this step.  moments: gives the optimizer's state as float32 arrays, if another node is to have it.
+        samples: in this step.  optimizer_state: gives it as float32 arrays, if another node is to have it.
         state: what else a checkpoint holds, should one be due; it is copied.
         Raises NonFiniteDelta when training diverges here again and again, AggregateTimeout in strict mode,
         LocalProtocolError after `finish` or `close`; RunStopped when an operator has ended the run (`zmqtrain stop`),
@@ -255,7 +255,7 @@ class DelayedSync:
         self._schedule.follow()
         state_now = self.exchange.state()
         if state_now.wanted and self.exchange.population is not None:
-            self.exchange.population.lend(_to_host(leaves), moments())
+            self.exchange.population.lend(_to_host(leaves), optimizer_state())
             self._tracker.forget_unsent()  # what has been computed so far is in what others begin with
         if score is not None:
             self._tracker.scored(score)
@@ -482,7 +482,7 @@ class DelayedSync:
                 self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
             leaves = self._moves.parameters(self._anchor)
             if not update.warm:
-                self._adoption = Adoption(update.moments)
+                self._adoption = Adoption(update.optimizer_state)
             self._tracker.forget_pending()
         elif update.keep:
             assert update.anchor is not None
