@@ -65,10 +65,12 @@ class _Jobs(CodecExecutor):
     """A codec thread that works when it is told to."""
 
     def __init__(self, name: str, stop: asyncio.Event) -> None:
-        self.failure, self.seconds, self._once = None, 0.0, set()
+        self.failure, self._once = None, set()
         self.waiting: list[tuple[Callable[[], object], Callable[[Any], None] | None]] = []
 
-    def submit(self, work: Callable[[], object], resume: Callable[[Any], None] | None) -> None:
+    seconds = 0.0
+
+    def submit(self, work: Callable[[], object], resume: Callable[[Any], None] | None, values: int = 0) -> None:
         """See CodecExecutor."""
         self.waiting.append((work, resume))
 
@@ -144,8 +146,8 @@ class _Noted(logging.Handler):
 def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     """Give the broker's rooms this clock and jobs without a thread (which `made` then holds), and note what it logs as
     an exception."""
-    timed = (broker_room, core_room, admin_room, downlink_room, parameters_room)
-    before = [(room, room.time) for room in timed]
+    rooms = (broker_room, core_room, admin_room, downlink_room, parameters_room)
+    before = [(room, name, getattr(room, name)) for room in rooms for name in ("time", "clock") if hasattr(room, name)]
     jobs, noted = CodecExecutor, _Noted()
     logger = logging.getLogger(core_room.__name__)
     propagates, level = logger.propagate, logger.level
@@ -155,16 +157,16 @@ def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
         return made[-1]
 
     try:
-        for room, _ in before:
-            room.time = clock
+        for room, name, _ in before:
+            setattr(room, name, clock)
         broker_room.CodecExecutor = core_room.CodecExecutor = make_jobs  # type: ignore[misc, assignment]
         logger.propagate = False
         logger.setLevel(logging.ERROR)
         logger.addHandler(noted)
         yield noted
     finally:
-        for room, own in before:
-            room.time = own
+        for room, name, own in before:
+            setattr(room, name, own)
         broker_room.CodecExecutor = core_room.CodecExecutor = jobs  # type: ignore[misc]
         logger.removeHandler(noted)
         logger.propagate = propagates

@@ -135,9 +135,8 @@ class CodecExecutor:
             if resume is not None:
                 self._call(partial(self._finish, resume, result))
 
-        if (
-            not self._worker.submit(job, values) and not self._closing
-        ):  # a copy that ends then gives the other thread no job
+        # while closing, a copy that has ended may still give the other thread a job
+        if not self._worker.submit(job, values) and not self._closing:
             self.fail(ZmqTrainError(f"the codec thread cannot keep up: {MOST_JOBS} jobs wait"))
 
     def fail(self, error: BaseException | None) -> None:
