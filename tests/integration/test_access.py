@@ -322,7 +322,7 @@ def test_silent_connections_that_hold_all_places_give_way_to_a_node_that_speaks(
         places = LEAST_CONNECTIONS
         hub = RouterChannel.bind(HERE, limits=ConnectionLimits(places, half_open_per_address=places, half_open=places))
         looks = itertools.count(0.0, 100.0)  # every look is long after the one before
-        hub._doorway.clock = SimpleNamespace(monotonic=looks.__next__)
+        hub._guard.clock = SimpleNamespace(monotonic=looks.__next__)
         raw = [connect_raw(hub, f"127.0.0.{2 + index % 4}") for index in range(places)]
         for index, connection in enumerate(raw):
             connection.sendall(null_handshake(f"Csilent#{index}".encode()))
@@ -414,8 +414,8 @@ def test_a_peer_that_is_dismissed_reads_why_is_cut_with_all_it_has_queued_and_ma
 
 def hub_connections(hub: RouterChannel) -> list[tuple[str, int, int]]:
     """Return the address, port and number of each connection."""
-    hub._doorway.look()
-    return [(one.address, one.port, one.number) for one in hub._doorway.connections.of("127.0.0.1")]
+    hub._guard.look()
+    return [(one.address, one.port, one.number) for one in hub._guard.connections.of("127.0.0.1")]
 
 
 def test_who_is_slow_to_say_who_it_is_is_cut_when_a_handshake_may_last_no_longer() -> None:

@@ -53,7 +53,7 @@ def test_a_lane_that_is_not_there_yet_is_full_for_a_while_and_one_that_is_gone_i
     async def main() -> None:
         now, life = 1000.0, first_life()
         hub = RouterChannel.bind(HERE, limits=ConnectionLimits(handshake_seconds=5.0))
-        hub._doorway.clock = SimpleNamespace(monotonic=lambda: now)
+        hub._guard.clock = SimpleNamespace(monotonic=lambda: now)
         for _ in range(2):  # a later life of the channel begins without a lane
             control = strangers.dealer(hub.address, routing_id_of(Lane.CONTROL, A, life))
             control.send(b"hello")

@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Outflow:
-    """What goes to one rank, in order.
+    """What is sent to one rank, in order.
 
     bounded: there is room for WINDOW_BYTES; else always.  confirm: whatever is sent counts as lent.
     sent, taken: bytes so far; lent: up to here the sender's memory may be in flight.
@@ -92,7 +92,7 @@ class Outflow:
 class Inflow:
     """Parts received from one rank and not yet taken: (values or None, bytes of the whole, code of their dtype).
 
-    digest: of the call that it says it makes.  reports: it hears what is taken (the hub does not).
+    digest: of the sender's call.  reports: the sender is told what is taken (the hub is not).
     """
 
     digest: int
@@ -103,18 +103,18 @@ class Inflow:
     _is_awaited: bool = False
 
     def put(self, values: memoryview | None, total: int, code: int, confirm: bool) -> None:
-        """Keep a part that has come. confirm: whatever its length, the sender waits to hear that it is taken."""
+        """Keep a received part. confirm: the sender waits until it is taken, whatever its length."""
         self.parts.append((values, total, code))
         nbytes = 0 if values is None else values.nbytes
         self._is_awaited |= (nbytes >= COPIED_BELOW_BYTES or confirm) and self.reports
 
     def take(self, nbytes: int) -> bool:
-        """Count so much as taken; return whether its sender is to be told how much that is by now."""
+        """Count so many bytes as taken; return whether to report the total to the sender now."""
         self.taken += nbytes
         return self._report(self.reports and self.taken - self._reported >= REPORT_BYTES)
 
     def finish(self) -> bool:
-        """Return whether its sender is to be told how much was taken, as nothing more will be."""
+        """Return whether to report to the sender how much was taken, because nothing more will be."""
         return self._report(self._is_awaited and self._reported < self.taken)
 
     def _report(self, due: bool) -> bool:
@@ -147,9 +147,9 @@ def what_calls_share(*texts: str) -> str:
 class Call:
     """One collective on one rank.
 
-    confirm: it ends only after those whom it sent anything.  text: what it is, "" until this rank has made the call.
-    operation: what the hub does, where it is one that reduces.  waits_for: whom it cannot go on, or end, without.
-    ended: it is over, well or not.  error: why not well.  owner: set by the caller.
+    confirm: it ends only after all receivers of its messages.  text: its description, "" until this rank has made the
+    call.  operation: of the hub, if it reduces.  ended: it is over, well or not.  error: why not well.  owner: set by
+    the caller.
     """
 
     number: int
@@ -249,7 +249,7 @@ class Calls:
         self._at_hub.clear()
 
     def tick(self, now: float) -> None:
-        """Let time pass: say what is waited for, where nothing has moved for a while."""
+        """Let time pass: calls in which nothing has moved for a while tell the others what they wait for."""
         for call in self.pending:
             if call._moved:
                 call._moved, call._ask_at = False, now + ASK_AFTER_SECONDS
@@ -258,7 +258,7 @@ class Calls:
                 self.ask(call)
 
     def ask(self, call: Call | None) -> None:
-        """Ask all others what they do; say that this call waits, where it is one."""
+        """Ask all others what they do; tell them that this call waits, if one is given."""
         place = min(call.waits_for, default=-1) if call else -1
         head = Head(Kind.WAITING, number=call.number if call else 0, place=place, text=call.text if call else "")
         self.asked += 1
@@ -269,9 +269,9 @@ class Calls:
     # ------------------------------------------------------------------ received messages
 
     def hear(self, source: int, head: Head, values: memoryview | None) -> None:
-        """Take a message of another rank in.
+        """Handle a message of another rank.
 
-        Raise CollectiveMismatch if its call differs from this rank's, FramingError for what it cannot mean, and what an
+        Raise CollectiveMismatch if its call differs from this rank's, FramingError for an invalid message, and what an
         algorithm raises.
         """
         kind, number = head.kind, head.number
@@ -416,7 +416,7 @@ class Calls:
         return True
 
     def _take(self, call: Call, wanted: Receive) -> tuple[bool, Any]:
-        """Take what is awaited: (whether all of it was there, what the generator is sent)."""
+        """Take the awaited message: (whether all of it was there, the values for the generator)."""
         source = call._sources.get(wanted.source)
         if source is None or not source.parts:
             return False, None

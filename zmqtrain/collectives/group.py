@@ -139,7 +139,7 @@ class Request:
         call(self)
 
     def complete(self, error: ZmqTrainError | None) -> None:
-        """Say that it is over; for the communicator."""
+        """Record that it is over; for the communicator."""
         with self._lock:
             if self._over.is_set():
                 return
@@ -358,7 +358,7 @@ class Group:
         self.settle()
 
     def on_lost(self, rank: int, why: str) -> None:
-        """That rank is gone; this one itself is if it is cut off. The hub's loss is one to those who have it reduce."""
+        """Handle the loss of a rank (this one, if it is cut off), or of the hub, which ends calls that it reduces."""
         if rank == HUB:
             self._gone[HUB] = PeerLost(self.name(HUB), why, HUB)
             self.settle()
@@ -423,12 +423,12 @@ class Group:
             self._answer(question)
 
     def stop_receiving(self) -> None:
-        """Refuse the messages that nobody here has asked for: this rank is about to leave."""
+        """Refuse messages that no receive has matched: this rank is about to leave."""
         self.matching.stop_receiving()
         self.settle()
 
     def leave(self, error: BaseException | None) -> None:
-        """Tell the others that nothing comes from this rank any more. error: what ended its work, if anything did."""
+        """Tell the others that this rank leaves. error: the exception that ended its work, if any."""
         said = "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST_REASON]
         text = "".join(character if character.isprintable() else " " for character in said)
         for to in range(self.size):
@@ -441,7 +441,7 @@ class Group:
             self.settle()
 
     def abandon(self, error: ZmqTrainError) -> None:
-        """End what waits for anything here; once the port's thread has ended, from any thread."""
+        """End all pending requests; from any thread, once the port's thread has ended."""
         self.broken = self.broken or error
         for machine in (self.calls, self.matching):
             machine.fail(error)
@@ -453,7 +453,7 @@ class Group:
     def explain(
         self, request: Request, waited_seconds: float, answer: Callable[[CollectiveTimeout | None], object]
     ) -> None:
-        """Ask all others what they do, and have `answer` called with an error that says why a request is not over."""
+        """Ask all others what they do, then call `answer` with an error that says why a request is not over."""
         others = {rank for rank in range(self.size) if rank != self.rank and rank not in self._gone}
         question = _Question(request, waited_seconds, others, None, answer)
         self._questions.append(question)
@@ -604,13 +604,13 @@ class Endpoint:
         return "the hub" if rank == HUB else self.port.names[rank]
 
     def note_lost(self, rank: int, why: str) -> None:
-        """Count a rank among the lost: another one says so, or it has closed its communicator."""
+        """Record that a rank is lost: another rank reports it, or it has closed its communicator."""
         if rank != self.port.rank and rank not in self._lost:
             self._lost[rank] = why
             self._look_who_survives()
 
     def note_difference(self, context: int) -> None:
-        """Remember that a communicator ended though all who are in it live, so that the next one is another one."""
+        """Record that a communicator ended though all its members live, so that the next one gets another context."""
         self._differed.add(context)
 
     def retire(self, group: Group) -> None:
@@ -621,12 +621,12 @@ class Endpoint:
     # ------------------------------------------------------------------ who goes on
 
     def shrink(self, done: Callable[[Group | None], object]) -> None:
-        """Have `done` called with the communicator of those who live, once they agree, or None: this one is cut off."""
+        """Call `done` with the communicator of the survivors, once they agree, or None if this rank is cut off."""
         self._shrinking.append(done)
         self._look_who_survives(say=True)
 
     def stop_shrinking(self, done: Callable[[Group | CollectiveTimeout | None], object], seconds: float) -> None:
-        """Wait no more: unless `done` was called, call it with the error of who has waited so long for the others."""
+        """Stop waiting: unless `done` was called, call it with an error that names the missing ranks."""
         if done in self._shrinking:
             self._shrinking.remove(done)
             missing = self._unheard()
@@ -634,7 +634,7 @@ class Endpoint:
             done(CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing))
 
     def _unheard(self) -> tuple[int, ...]:
-        """Return the port's ranks that live and have not said the same as this one."""
+        """Return the living ranks of the port that have not sent the same list as this one."""
         own = self._last_words()
         return tuple(r for r in self._living() if r != self.port.rank and self._said.get(r) != own)
 
@@ -658,7 +658,7 @@ class Endpoint:
         self._look_who_survives()
 
     def _look_who_survives(self, say: bool = False) -> None:
-        """Say who lives, where that is asked for and new; go on if all who live say the same."""
+        """Send the list of survivors, if it is wanted and new; go on once all survivors have sent the same."""
         if not self._shrinking:
             return
         shrinking = list(self._shrinking)

@@ -72,8 +72,8 @@ def check_chunk(chunk: HubChunk, frames: Sequence[Buffer], total: int) -> None:
 
 @dataclass(eq=False)
 class _Chunk:
-    """A chunk that is not there of all ranks. arrived: by rank its own frames.  waiting: by rank values that those of
-    lower ranks must come before.  total: of the ranks below `combined`."""
+    """A chunk that has not arrived from all ranks. arrived: by rank its own frames.  waiting: by rank values that wait
+    for those of lower ranks.  total: of the ranks below `combined`."""
 
     asked: ReduceChunk
     nbytes: int
@@ -197,7 +197,7 @@ def _describe(asked: ReduceChunk, nbytes: int) -> str:
 
 
 class Relays:
-    """What waits at the hub to be passed on; used by the broker's loop alone."""
+    """Messages that wait at the hub to be relayed; used by the broker's loop alone."""
 
     def __init__(self, downlink: Downlink) -> None:
         self._downlink = downlink

@@ -236,7 +236,7 @@ class Reservation(Generic[Who]):
         self._overtaken = 0
 
     def pay(self, size: int, now: float) -> None:
-        """Take note that `size` bytes of control go."""
+        """Record that `size` bytes of control are sent."""
         self.bucket.pay(size, now)
 
     def wait(self, who: Who, use: Use) -> None:
@@ -400,7 +400,7 @@ class Connections:
             self._settle(connection)
 
     def closed(self, descriptor: int) -> None:
-        """Take note that this connection is gone, or will be."""
+        """Record that this connection has ended, or is being cut."""
         if (connection := self._all.pop(descriptor, None)) is not None:
             self._settle(connection)
             here = self._of[connection.address]

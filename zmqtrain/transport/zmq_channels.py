@@ -60,7 +60,7 @@ from zmqtrain.transport.pacing import (
     check_message,
     check_peer_id,
 )
-from zmqtrain.transport.zmq_keys import ZAP_DOMAIN, CurveKeys, Doorway, ZapHandler, check_key, descriptor_room
+from zmqtrain.transport.zmq_keys import ZAP_DOMAIN, ConnectionGuard, CurveKeys, ZapHandler, check_key, descriptor_room
 
 _SUCCEEDED, _REFUSED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _GONE = int(zmq.EVENT_DISCONNECTED)
@@ -131,10 +131,10 @@ _DISCARD_AT_ONCE = 64  # frames of one stranger's endless message that are throw
 class Port:
     """One ZeroMQ socket in the running loop: calls that never wait, and gates for what to wait for.
 
-    ZMQ_FD is edge-triggered, and any call on the socket may swallow the edge: so after each call, the other waiters
-    are looked after (`_look`), and who is about to wait asks once more (`readable`, `writable`): the edge may have gone
-    to whom was looked after.  From then on the loop watches the descriptor, until it rings where nobody waits: it also
-    rings for what is no news to anybody.
+    ZMQ_FD is edge-triggered, and any call on the socket may swallow the edge: so after each call the other waiters
+    are checked (`_look`), and a task that is about to wait asks once more (`readable`, `writable`), because another may
+    have taken the edge.  From then on the loop watches the descriptor, until it rings and nobody waits: it also rings
+    without news.
     """
 
     def __init__(self, socket: zmq.SyncSocket, readable: Gate, writable: Gate) -> None:
@@ -503,8 +503,8 @@ class DealerChannel:
                 ) from error
 
     def watch(self, told: Callable[[], None]) -> None:
-        """Have `told` called in the loop when a connection that was there has gone, once what had come over it (a
-        goodbye, perhaps) is received."""
+        """Call `told` in the loop when an established connection has ended, once the messages that came over it (a
+        goodbye, perhaps) are received."""
         self._told = told
 
     def on_connection_lost(self) -> None:
@@ -658,14 +658,14 @@ class RouterChannel:
         self,
         context: zmq.Context[zmq.SyncSocket],
         socket: zmq.SyncSocket,
-        doorway: Doorway,
+        guard: ConnectionGuard,
         refusals: Refusals,
         admission: Admission | None,
         handler: ZapHandler | None,
         news: Gate,
     ) -> None:
         self.context = context
-        self._doorway, self._refusals, self._admission, self._handler = doorway, refusals, admission, handler
+        self._guard, self._refusals, self._admission, self._handler = guard, refusals, admission, handler
         self._seats, self._news = Seats(), news
         self._speakers: dict[int, tuple[PeerId, bytes, str, Lane]] = {}  # by descriptor: who was heard there
         self._dismissed: dict[int, int] = {}  # by descriptor: the number of a connection that was told why it will end
@@ -704,9 +704,9 @@ class RouterChannel:
         if admission is not None:
             handler = ZapHandler(context, admission, refusals)
         socket = open_socket(context, zmq.ROUTER, _ROUTER_SENDS, _ROUTER_RECEIVES)
-        doorway = Doorway(socket, limits, refusals, news)
-        channel = cls(context, socket, doorway, refusals, admission, handler, news)
-        doorway.gone = channel._gone
+        guard = ConnectionGuard(socket, limits, refusals, news)
+        channel = cls(context, socket, guard, refusals, admission, handler, news)
+        guard.gone = channel._gone
         try:
             socket.router_mandatory = 1
             socket.router_handover = 1
@@ -743,17 +743,17 @@ class RouterChannel:
 
     @property
     def turned_away(self) -> int:
-        """How many of them were refused in the last minute, but for what happens in normal life."""
+        """The refusals of the last minute, without those of normal operation."""
         return self._refusals.recent
 
     @property
     def connections(self) -> int:
         """How many TCP connections there are now."""
-        self._doorway.look()
-        return len(self._doorway.connections)
+        self._guard.look()
+        return len(self._guard.connections)
 
     async def changed(self) -> None:
-        """Wait until `connections` or `refusals` are others than now, if only for a moment.  Raise ChannelClosed."""
+        """Wait until `connections` or `refusals` change, if only for a moment.  Raise ChannelClosed."""
         self._check_open()
         await self._news.wait()
         self._check_open()
@@ -764,7 +764,7 @@ class RouterChannel:
         return "" if seat is None else seat.name
 
     def remember(self, owner_of: Callable[[PeerId], str]) -> None:
-        """Let nobody else speak as a peer that has come before, under the name of a key that still comes in.
+        """Reserve the id of a peer that came before for the name of its key, while that key is authorised.
 
         owner_of: that name; "" for who has not come.
         """
@@ -778,12 +778,12 @@ class RouterChannel:
     def is_of_this_machine(self, peer: PeerId) -> bool:
         """Return whether a peer is connected, and from an address of this machine alone."""
         seat = self._seats.get(peer)
-        self._doorway.look()
-        there = [self._doorway.connections.get(descriptor) for descriptor in ([] if seat is None else seat.descriptors)]
+        self._guard.look()
+        there = [self._guard.connections.get(descriptor) for descriptor in ([] if seat is None else seat.descriptors)]
         return bool(there) and all(one is not None and is_own_address(one.address) for one in there)
 
     def admit(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Let clients with these public keys in from now on, under these names, and no others.
+        """Authorise clients with these public keys from now on, under these names, and no others.
 
         Return those that were let in before and are not any more: nothing of theirs is received from now on; `cut`
         ends their connections.  Raise ConfigError where no keys are asked for.
@@ -800,14 +800,14 @@ class RouterChannel:
 
     def cut(self, key: str) -> None:
         """End all connections of a public key; and those from the same addresses that were not heard yet."""
-        self._doorway.look()
+        self._guard.look()
         theirs = [descriptor for descriptor, (_, _, used, _) in self._speakers.items() if used == key]
-        table = self._doorway.connections
+        table = self._guard.connections
         addresses = {here.address for descriptor in theirs if (here := table.get(descriptor)) is not None}
         for address in addresses:
             theirs += [here.descriptor for here in table.of(address) if here.descriptor not in self._speakers]
         for descriptor in theirs:
-            self._doorway.cut(descriptor)
+            self._guard.cut(descriptor)
 
     def _gone(self, descriptor: int) -> None:
         self._dismissed.pop(descriptor, None)
@@ -835,8 +835,8 @@ class RouterChannel:
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            seconds = self._doorway.connections.limits.handshake_seconds
-            if lane is Lane.BULK and self._seats.awaits(peer, lane, seconds, self._doorway.clock.monotonic()):
+            seconds = self._guard.connections.limits.handshake_seconds
+            if lane is Lane.BULK and self._seats.awaits(peer, lane, seconds, self._guard.clock.monotonic()):
                 raise ChannelFull(f"the {lane.name} lane to {peer} is not there yet") from error
             raise PeerLost(peer) from error
 
@@ -856,9 +856,9 @@ class RouterChannel:
                 return message
 
     def listen(self, told: Callable[[PeerId, Lane, list[Buffer]], object]) -> None:
-        """Have each message told as it comes, from now on, instead of handed out by `receive`: no task need be woken.
+        """From now on give each message to `told` as it arrives, in place of `receive`: no task has to be woken.
 
-        told: what it raises is the loop's to handle; the next message is told all the same.
+        told: the loop handles what it raises; the next message is given to it all the same.
         """
 
         def take() -> bool:
@@ -881,7 +881,7 @@ class RouterChannel:
         if (seat := self._seats.get(sender[0])) is not None and not seat.spoke:
             seat.spoke = True
             for descriptor in seat.descriptors:
-                self._doorway.connections.spoke(descriptor)
+                self._guard.connections.spoke(descriptor)
         return sender[0], sender[1], [as_buffer(frame) for frame in frames[1:]]
 
     def _counts(self, frame: zmq.Frame, peer: PeerId, lane: Lane, life: bytes) -> bool:
@@ -897,14 +897,14 @@ class RouterChannel:
             name = known
         descriptor, speaker = int(frame.get(_SOURCE)), (peer, life, key, lane)
         if descriptor in self._dismissed:
-            self._doorway.look()  # that connection may have ended, and this be another
+            self._guard.look()  # that connection may have ended, and this be another
             if descriptor in self._dismissed:
                 self._refusals.count("dismissed", name or _name_in_a_log(peer))
                 return False
         if self._speakers.get(descriptor) == speaker and self._seats.get(peer) is not None:
             return True
-        self._doorway.look()  # so that the number is this connection's
-        connection = self._doorway.connections.get(descriptor)
+        self._guard.look()  # so that the number is this connection's
+        connection = self._guard.connections.get(descriptor)
         number = -1 if connection is None else connection.number
         reason, ended = self._seats.hear(peer, name, key, life, descriptor, number)
         if reason in NOTICES and connection is not None:
@@ -917,7 +917,7 @@ class RouterChannel:
             there = self._speakers.get(former)
             if there is None or (there[0] == peer and not self._seats.is_now(peer, there[1])):
                 self._speakers.pop(former, None)
-                self._doorway.cut(former)  # else that descriptor is another's by now
+                self._guard.cut(former)  # else that descriptor is another's by now
         if reason:
             self._refusals.count(reason, name or _name_in_a_log(peer))
             return False
@@ -925,10 +925,10 @@ class RouterChannel:
             seat.told = True
             logger.info("%s comes with the key of %s", _name_in_a_log(peer), name)
         self._speakers[descriptor] = speaker
-        self._seats.note_lane(peer, lane, self._doorway.clock.monotonic())
-        self._doorway.connections.proved(descriptor)
+        self._seats.note_lane(peer, lane, self._guard.clock.monotonic())
+        self._guard.connections.proved(descriptor)
         if (seat := self._seats.get(peer)) is not None and seat.spoke:
-            self._doorway.connections.spoke(descriptor)
+            self._guard.connections.spoke(descriptor)
         return True
 
     def dismiss(self, peer: PeerId) -> None:
@@ -939,8 +939,8 @@ class RouterChannel:
 
     def _end_soon(self, descriptor: int) -> bool:
         """Cut this connection in a while; what was said to it can be read until then. False if that is already due."""
-        self._doorway.look()
-        connection = self._doorway.connections.get(descriptor)
+        self._guard.look()
+        connection = self._guard.connections.get(descriptor)
         if connection is None or self._dismissed.get(descriptor) == connection.number:
             return False
         self._dismissed[descriptor] = connection.number
@@ -950,9 +950,9 @@ class RouterChannel:
     def _end(self, descriptor: int, number: int) -> None:
         if self._closed:
             return
-        self._doorway.look()  # its number may be another connection's by now
+        self._guard.look()  # its number may be another connection's by now
         if self._dismissed.get(descriptor) == number:
-            self._doorway.cut(descriptor)
+            self._guard.cut(descriptor)
 
     async def close(self, linger_seconds: float = 1.0) -> None:
         """Wake who waits here, send what is queued for at most `linger_seconds`, then close; twice is once."""
@@ -965,7 +965,7 @@ class RouterChannel:
         self._closed = True
         self._incoming.open()
         self._news.open()
-        self._doorway.close()
+        self._guard.close()
         self._port.close(linger_seconds)
         if self._handler is not None:
             self._handler.close()

@@ -313,7 +313,7 @@ class _Duplicates:
         os.close(self._nothing)
 
 
-class Doorway:
+class ConnectionGuard:
     """The connections of a bound socket, as its monitor reports them; cuts those that are too many.
 
     gone: called with the descriptor of a connection that has ended.  news: opened when one has begun or ended.
