@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from zmqtrain.broker import broker
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.programs import load_program
-from zmqtrain.sim import hub
 from zmqtrain.sim.run import simulate
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.transport.memory import LinkModel
@@ -20,12 +20,12 @@ def program():
 def noise_of(program, codec, monkeypatch, steps=80):
     made = []
 
-    class Kept(hub.Aggregator):
+    class Kept(broker.Aggregator):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(hub, "Aggregator", Kept)
+    monkeypatch.setattr(broker, "Aggregator", Kept)
     settings = RunSettings(
         program="image", every=1, delay=1, fragments=1, codec=codec, broadcast_codec=codec, outer="sgd:rate=1",
         initial="founder", start_nodes=3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -334,5 +335,74 @@ def test_of_a_peer_that_is_dismissed_nothing_is_received_that_had_come_and_it_ma
             (B, Lane.CONTROL, [b"honest"]),
             (A, Lane.CONTROL, [b"again"]),
         ]
+
+    run(main())
+
+
+def test_heads_that_are_free_take_the_latency_and_payloads_the_slower_of_both_ports() -> None:
+    async def main() -> None:
+        hub = memory_hub(LINK, hub_link=LinkModel(bits_per_second=16e6), free_heads=True)
+        node = hub.connect(A)
+        hub.send(A, Lane.CONTROL, [bytes(500_000)])
+        hub.send(A, Lane.BULK, [bytes(1000), bytes(1_000_000)])
+        assert (await node.receive())[0] is Lane.CONTROL and now() == 0.25
+        assert (await node.receive())[0] is Lane.BULK and now() == 1.25
+        await node.send(Lane.BULK, [b"head", bytes(1_000_000)])
+        await hub.receive()
+        assert now() == 2.5
+
+    run(main())
+
+
+def test_what_is_sent_while_a_peer_is_paused_arrives_in_order_when_it_is_resumed() -> None:
+    async def main() -> None:
+        hub = memory_hub(LINK)
+        node = hub.connect(A)
+        hub.send(A, Lane.BULK, [b"in flight"])
+        await asyncio.sleep(0.1)
+        hub.pause(A)
+        hub.send(A, Lane.BULK, [b"later"])
+        await node.send(Lane.CONTROL, [b"up"])
+        await asyncio.sleep(10.0)
+        hub.resume(A)
+        assert [(await node.receive())[1] for _ in range(2)] == [[b"in flight"], [b"later"]]
+        assert await hub.receive() == (A, Lane.CONTROL, [b"up"]) and now() > 10.0
+
+    run(main())
+
+
+class Fates:
+    """Noise with these fates, in their order."""
+
+    def __init__(self, *fates: SimpleNamespace) -> None:
+        self.fates = list(fates)
+
+    def fate(self, payload_up: bool) -> SimpleNamespace:
+        return self.fates.pop(0)
+
+
+def fate(*delays: float, breaks: bool = False, flipped: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(delays=delays, breaks=breaks, flipped=flipped)
+
+
+def test_noise_delays_doubles_flips_and_breaks() -> None:
+    async def main() -> None:
+        hub = memory_hub()
+        node = hub.connect(A)
+        told: list[float] = []
+        node.watch(lambda: told.append(now()))
+        node.noise = Fates(fate(0.5), fate(0.0, 1.0), fate(0.0, flipped=True), fate(breaks=True))
+        await node.send(Lane.CONTROL, [b"late"])
+        await node.send(Lane.CONTROL, [b"twice"])
+        await node.send(Lane.BULK, [b"head", b"\0\0"])
+        assert [(await hub.receive())[2] for _ in range(4)] == [
+            [b"twice"],
+            [b"head", b"\0\4"],
+            [b"late"],
+            [b"twice"],
+        ]
+        await node.send(Lane.CONTROL, [b"lost"])
+        await asyncio.sleep(0.1)
+        assert told == [1.0] and node.noise.fates == []
 
     run(main())

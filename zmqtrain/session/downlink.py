@@ -61,6 +61,8 @@ GRANT_SECONDS, SLOWEST_BYTES_PER_SECOND = 2.0, 1e6
 """A node that was granted chunks and sends none for so long, and the time they take at that rate, is sent away, because
 other nodes need its part of the window."""
 
+GIGABIT_BYTES_PER_SECOND = 125e6
+
 
 @dataclass
 class _UploadLine:
@@ -81,6 +83,7 @@ class UploadFlowControl:
     def __init__(self, downlink: Downlink) -> None:
         self._downlink = downlink
         self._credits = Credits(GRANT_WINDOW_BYTES)
+        self._slowest = SLOWEST_BYTES_PER_SECOND
         self._lines: dict[PeerId, _UploadLine] = {}
         self._looked = 0.0  # for idle holders
         self._again = Timer(self._grant)
@@ -90,6 +93,15 @@ class UploadFlowControl:
     def limit(self, rate: float | None) -> None:
         """Let all peers send no more than `rate` bytes per second in all; None: no limit."""
         self._credits.bucket.set_rate(rate)
+
+    def scale(self, rate: float) -> None:
+        """Take the hub's port for one of `rate` bytes per second, not of a gigabit: less is in flight, in proportion.
+
+        For a simulated run whose payloads and links are smaller than those that they stand for.
+        """
+        part = min(1.0, rate / GIGABIT_BYTES_PER_SECOND)
+        self._credits.window_bytes = max(1, int(part * GRANT_WINDOW_BYTES))
+        self._slowest = part * SLOWEST_BYTES_PER_SECOND
 
     def limit_peer(self, peer: PeerId, rate: float | None) -> None:
         """Let one peer send no more than `rate` bytes per second, until `forget`; None: no limit."""
@@ -152,7 +164,7 @@ class UploadFlowControl:
             if (line := self._lines.get(peer)) is None:
                 continue
             line.arrived_at = min(now, line.arrived_at + late)
-            if now - line.arrived_at > GRANT_SECONDS + granted / SLOWEST_BYTES_PER_SECOND:
+            if now - line.arrived_at > GRANT_SECONDS + granted / self._slowest:
                 yield peer
 
     def forget(self, peer: PeerId) -> None:

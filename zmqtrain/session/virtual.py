@@ -50,6 +50,7 @@ class VirtualTime:
         self._running: VirtualThread | None = None
         self._threads: list[VirtualThread] = []
         self._failure: BaseException | None = None
+        self._over = self.loop.create_future()
 
     @property
     def now(self) -> float:
@@ -90,6 +91,7 @@ class VirtualTime:
         thread = self.current
         if seconds < inf:
             self.loop.call_at(self.now + max(0.0, seconds), self._resume, thread, thread.token)
+        self._running = None
         self._turn.release()
         thread.turn.acquire()
         if thread.killed:
@@ -125,6 +127,29 @@ class VirtualTime:
         self._failure = self._failure or error
         self.loop.stop()
 
+    def stop(self) -> None:
+        """End `wait_threads`."""
+        if not self._over.done():
+            self._over.set_result(None)
+
+    async def wait_threads(self, until: float = inf) -> None:
+        """Wait until all threads have ended, `stop` was called, or the time is over."""
+        if until < inf:
+            self.loop.call_at(until, self.stop)
+        if self._threads and all(thread.ended for thread in self._threads):
+            self.stop()
+        await self._over
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine as a task of the loop; what it raises ends the run."""
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
     def run(self, main: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Run until `main` has ended, or, without one, until nothing happens any more; then unwind all threads.
 
@@ -140,10 +165,7 @@ class VirtualTime:
                 loop.run_forever()
         finally:
             self._unwind()
-            for one in asyncio.all_tasks(loop):
-                one.cancel()
-            with contextlib.suppress(NothingLeft):
-                loop.run_until_complete(_settle(loop))
+            self._cancel_all()
             loop.close()
         if self._failure is not None:
             raise self._failure
@@ -166,6 +188,9 @@ class VirtualTime:
             self.fail(error)
         finally:
             thread.ended = True
+            if all(one.ended for one in self._threads):
+                self.stop()
+            self._running = None
             self._turn.release()
 
     def _resume(self, thread: VirtualThread, token: int) -> None:
@@ -176,23 +201,22 @@ class VirtualTime:
         thread.turn.release()
         while not self._turn.acquire(timeout=LOOK_SECONDS):
             pass  # an interrupt is seen between two looks
-        self._running = None
+
+    def _cancel_all(self) -> None:
+        """Cancel all tasks until each has ended."""
+        while tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
 
     def _unwind(self) -> None:
-        if self._running is not None:  # interrupted while a thread ran
-            self._turn.acquire()
-            self._running = None
+        self._turn.acquire(blocking=self._running is not None)  # interrupted while a thread ran, or just after
         for thread in self._threads:
             thread.killed = True
             self._resume(thread, thread.token)
             assert thread.thread is not None
             thread.thread.join()
-
-
-async def _settle(loop: asyncio.AbstractEventLoop) -> None:
-    """Let cancelled tasks end."""
-    others = [one for one in asyncio.all_tasks(loop) if one is not asyncio.current_task()]
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 class VirtualCondition(threading.Condition):

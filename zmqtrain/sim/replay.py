@@ -24,7 +24,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId, Version
 from zmqtrain.monitor.records import Record, crc_of_leaves, name_of
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
-from zmqtrain.sim.clock import Scheduler
+from zmqtrain.session.virtual import VirtualTime
 from zmqtrain.sim.program import NodeProgram
 from zmqtrain.sim.scenario import SimNode
 from zmqtrain.sim.script import NodeScript, RecordEnds, ScriptedExchange
@@ -34,8 +34,6 @@ from zmqtrain.train.loop import TrainingLoop
 from zmqtrain.train.minibatch import TimedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import LoopHooks
-
-FOREVER = 1e12
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class _Replay:
         program: Program | None,
     ) -> None:
         self.settings, self.scripts = settings, scripts
-        self.scheduler = Scheduler()
+        self.scheduler = VirtualTime()
         events = [event for script in scripts for event in script.events]
         needed = {event["version"] for event in events if event["kind"] == "application" and event["snapshot"]}
         self.hub = ScriptedHub(self.scheduler, settings, broker_records, needed)
@@ -169,7 +167,7 @@ class _Replay:
         for script in self.scripts:
             self._load(script.data)
             self.scheduler.start(script.name, partial(self._live, script))
-        self.scheduler.run(FOREVER)
+        self.scheduler.run()
         aggregator = self.hub.aggregator
         leaves = aggregator.layout.join(aggregator.published) if aggregator.version >= 0 else []
         crc, nodes = crc_of_leaves(leaves), {}

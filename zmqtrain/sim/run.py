@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -16,30 +16,30 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.broker.broker import Broker, BrokerOptions
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import PeerId
+from zmqtrain.core.types import Array, Buffer, PeerId, Version
 from zmqtrain.monitor import records
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record
 from zmqtrain.node.node import Node, NodeOptions
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
-from zmqtrain.protocol.effects import Reduce
-from zmqtrain.sim.clock import Scheduler
-from zmqtrain.sim.exchange import SimEnvironment
+from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.messages import Schedule
+from zmqtrain.session.environment import enter
+from zmqtrain.session.virtual import VirtualEnvironment, VirtualTime
 from zmqtrain.sim.faults import NOISE_KINDS, RESTART_SECONDS, FrameNoise
-from zmqtrain.sim.hub import CodecTimes, SimHub, port_rate
+from zmqtrain.sim.process import CodecTimes, KnownRate, NodeProcess, hub_process, port_rate
 from zmqtrain.sim.program import NodeProgram, SharedModel
 from zmqtrain.sim.scenario import SPOILT, Scenario, SimNode
-from zmqtrain.sim.star import Wire
 from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop, TrainingResult
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import LoopHooks
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.transport.pacing import LinkShare
 
 
 @dataclass(frozen=True)
@@ -124,41 +124,61 @@ class _Simulation:
         self.make_sync, self.folder = make_sync, record
         self.scenario, self.program, self.initial_params, self.watch = scenario, program, initial_params, watch
         self.settings = replace(scenario.settings, evaluate_seconds=0.0)  # the simulation scores the model itself
-        self.scheduler = Scheduler()
+        self.scheduler = VirtualTime()
         self.recorder = None if record is None else BrokerRecorder(record / "broker.jsonl", clock=self.scheduler)
         self.recorders: dict[str, NodeRecorder] = {}
-        self.hub = SimHub(
-            self.scheduler, self.settings, CodecTimes.of(scenario), self._released, self.recorder, scenario.hub_link
-        )
+        self.process = VirtualEnvironment(self.scheduler, {})
+        self.times = CodecTimes.of(scenario)
         self.model = SharedModel(program)
         self.records: list[Record] = []
         self.results: dict[str, TrainingResult] = {}
-        self.wires: list[Wire] = []
+        self.processes: list[NodeProcess] = []
         self.peers: dict[str, PeerId] = {}
         self.steps: dict[tuple[str, int], int] = {}
         self.kills: dict[str, Callable[[], None]] = {}
         self.noises: dict[str, FrameNoise] = {}
         self.target_seconds = inf
+        self.scores_at_end: dict[str, float] = {}
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._decoded: OrderedDict[Any, Any] = OrderedDict()
 
     def run(self) -> SimResult:
         """Run it. Raises what a node raises."""
-        began = time.perf_counter()
+        self._began = time.perf_counter()
+        try:
+            self.scheduler.run(self._live)
+            return self.result
+        finally:
+            for recorder in (*self.recorders.values(), *([self.recorder] if self.recorder else [])):
+                recorder.close()
+
+    async def _live(self) -> None:
+        enter(self.process)
+        link = self.scenario.hub_link
+        self.channel = hub_process(self.process, self.scenario)
+        options = BrokerOptions(
+            run="run-simulated", events=_HubEvents(self), share=None if link is None else KnownRate(port_rate(link))
+        )
+        self.broker = Broker(self.channel, self.settings, options)
+        self.hub = self.broker.hub
+        self.broker.downlink.uploads.scale(port_rate(link or self.scenario.link))
+        self.process.codec_seconds = lambda values: self.times.of_hub(
+            values, self.hub.timetable.at(self.hub.version), max(1, len(self.hub.live))
+        )
+        serving = self.scheduler.spawn(self.broker.run())
         for node in self.scenario.named_nodes():
             self._add(node)
         for fault in self.scenario.faults:
             self._plan(fault)
         if self.scenario.evaluate_seconds:
             self.scheduler.call_at(0.0, self._evaluate_again)
-        if self.recorder is not None:
-            self.recorder.began(self.hub.hub.run, self.hub.settings, -1)
-        try:
-            self.scheduler.run(self.scenario.max_seconds)
-            return self._result(time.perf_counter() - began)
-        finally:
-            for recorder in (*self.recorders.values(), *([self.recorder] if self.recorder else [])):
-                recorder.close()
+        serving.add_done_callback(lambda _: self.scheduler.call_at(self.scheduler.now + 1.0, self.scheduler.stop))
+        await self.scheduler.wait_threads(self.scenario.max_seconds)
+        self.result = self._result(time.perf_counter() - self._began)
+        for process in self.processes:
+            process.kill()
+        self.broker.stop()
+        await serving
 
     def _plan(self, fault: Fault) -> None:
         """Have a fault befall its node; what stops, unplugs and slows it is in the node's own windows already."""
@@ -178,38 +198,36 @@ class _Simulation:
             self.scheduler.call_at(fault.at, begin)
 
     def _add(self, node: SimNode, life: int = 1) -> None:
-        scheduler, wire = self.scheduler, Wire(self.scheduler, self.scenario.link, self.hub.ports)
+        scheduler = self.scheduler
+        peer = PeerId(f"{node.name}#simulated" if life == 1 else f"{node.name}#life-{life}")
+        noise = None
         if any(fault.target == node.name and fault.kind in ("drop", *NOISE_KINDS) for fault in self.scenario.faults):
-            wire.noise = self.noises[node.name] = FrameNoise(f"{self.settings.seed}/{node.name}/{life}")
-        induced = node.induced(self.settings.seed)
-        late = induced.message_delays(node.name)
+            noise = self.noises[node.name] = FrameNoise(f"{self.settings.seed}/{node.name}/{life}")
         recorder = None
         if self.folder is not None:
             spoilt = {field: getattr(node, field) for field in SPOILT}
             recorder = NodeRecorder(self.folder / f"{node.name}.jsonl", spoilt, scheduler)
             self.recorders[node.name] = recorder
-        rate = port_rate(self.scenario.link)
-        environment = SimEnvironment(scheduler, self.hub, wire, CodecTimes.of(self.scenario), self._decoded)
-        peer = PeerId(f"{node.name}#simulated" if life == 1 else f"{node.name}#life-{life}")
+        environment = VirtualEnvironment(scheduler, self.process.network)
+        process = NodeProcess(environment, self.channel, self.times, self._decoded, noise)
         options = NodeOptions(
-            peer=peer, name=node.name, codec_on="host", events=recorder, share=LinkShare(rate), incarnation=1
-        )
-        exchange = Node(options, environment)
-        exchange.message_delay = late
-        self.wires.append(wire)
+            peer=peer, name=node.name, codec_on="host", events=recorder,
+            share=KnownRate(port_rate(self.scenario.link)), incarnation=1,
+        )  # fmt: skip
+        self.processes.append(process)
         self.peers[node.name] = peer
-        task = scheduler.start(node.name, lambda: self._train(node, exchange, life), node.joins_at)
+        process.begin(node.name, lambda: self._train(node, Node(options, process), life), node.joins_at)
 
-        def kill() -> None:
-            if not task.ended:
-                environment.link.die()
-                scheduler.kill(task)
+        def kill() -> bool:
+            lived = process.kill()
+            if lived:
+                self.channel.cut(peer)
                 self._say_membership(node.name, "killed")
+            return lived
 
         def kill_and_restart() -> None:
-            if task.ended:
+            if not kill():
                 return
-            kill()
             if recorder is not None:
                 recorder.close()
             again = replace(node, joins_at=scheduler.now + RESTART_SECONDS, cut=tuple(_after(node.cut, scheduler.now)))
@@ -219,14 +237,15 @@ class _Simulation:
         if node.killed_at < inf:
             scheduler.call_at(node.killed_at, kill)
         for begin, end in node.cut:
-            for when, happen, word in ((begin, wire.cut, "cut"), (end, wire.mend, "mended")):
-                scheduler.call_at(when, happen)
+            for when, happen, word in ((begin, self.channel.pause, "cut"), (end, self.channel.resume, "mended")):
+                scheduler.call_at(when, partial(happen, peer))
                 scheduler.call_at(when, partial(self._say_membership, node.name, word))
 
     def _train(self, node: SimNode, exchange: Node, life: int) -> None:
         self._say_membership(node.name, "joined")
         program = NodeProgram(self.program, node, self.initial_params, self.scenario.score_nodes)
         before_step, before_part = self._computation(node)
+        exchange.message_delay = node.induced(self.settings.seed).message_delays(node.name)
         exchange.start()
         exchange.wait(lambda: exchange.peer.settings is not None, None)
         loss_before: list[Any] = []
@@ -245,7 +264,7 @@ class _Simulation:
             self._say_steps(loss_before)
         self.results[node.name] = result
         self._say_end(node, result)
-        exchange.link.close("its training is over")
+        exchange.close("its training is over")
 
     def _computation(self, node: SimNode) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return what takes a node's time: before each step its random delay, before each part of a batch its share."""
@@ -268,7 +287,7 @@ class _Simulation:
 
     def _say_membership(self, node: str, what: str) -> None:
         self._record(records.membership(self.scheduler.now, node, what))
-        if self.recorder is not None:
+        if self.recorder is not None and what not in ("joined", "left"):
             self.recorder.member(self.peers[node], what, "")
 
     def _say_steps(self, waiting: list[Any]) -> None:
@@ -283,46 +302,50 @@ class _Simulation:
             self.recorders[node.name].ended(result.summary, host_leaves(result.params))
         self._say_membership(node.name, "left")
 
-    def _released(self, reduce: Reduce) -> None:
-        self._record(records.release(self.scheduler.now, reduce, len(self.hub.hub.live)))
+    def released(self, reduce: Reduce, nodes: int) -> None:
+        """The hub has made a version."""
+        self._record(records.release(self.scheduler.now, reduce, nodes))
         every = self.scenario.evaluate_versions
         if every and reduce.version % every == 0:
             self._evaluate()
 
     def _evaluate_again(self) -> None:
         self._evaluate()
-        self.scheduler.call_later(self.scenario.evaluate_seconds, self._evaluate_again)
+        self.scheduler.call_at(self.scheduler.now + self.scenario.evaluate_seconds, self._evaluate_again)
 
     def _evaluate(self) -> dict[str, float]:
-        version = self.hub.aggregator.version
+        version = self.broker.aggregator.version
         if version < 0:
             return {}
         if version != self._evaluated[0]:
-            self._evaluated = (version, self.model.scores(self.hub.published()))
+            self._evaluated = (version, self.model.scores(self._published()))
         scores = self._evaluated[1]
-        self._record(records.evaluation(self.scheduler.now, version, self.hub.hub.samples, scores))
+        self._record(records.evaluation(self.scheduler.now, version, self.hub.samples, scores))
         if self.recorder is not None:
-            self.recorder.evaluated(version, self.hub.hub.samples, scores)
+            self.recorder.evaluated(version, self.hub.samples, scores)
         if scores.get("loss", inf) <= self.scenario.target_loss and self.target_seconds == inf:
             self.target_seconds = self.scheduler.now
             self.scheduler.stop()
         return scores
 
+    def _published(self) -> list[Any]:
+        aggregator = self.broker.aggregator
+        return list(aggregator.layout.join(aggregator.published)) if aggregator.version >= 0 else []
+
     def _result(self, wall_seconds: float) -> SimResult:
-        scores, hub, now = self._evaluate(), self.hub.hub, self.scheduler.now
+        scores, hub, now = self._evaluate(), self.hub, self.scheduler.now
         figures = {
             "version": hub.version,
             "samples": hub.samples,
             "steps": sum(self.steps.values()),
             "contributions": hub.contributions,
             "refused": hub.refused,
-            "bytes_up": sum(wire.up for wire in self.wires),
-            "bytes_down": sum(wire.down for wire in self.wires),
+            "bytes_up": sum(one.link.bytes_sent for one in self.processes if one.link is not None),
+            "bytes_down": self.broker.downlink.bytes_sent,
         }
         self._record(records.run_end(now, {**figures, "target_seconds": self.target_seconds, **scores}))
-        leaves = self.hub.published()
-        if self.recorder is not None:
-            self.recorder.ended({**figures, **scores}, leaves)
+        leaves = self._published()
+        self.scores_at_end = scores
         return SimResult(
             records=self.records,
             scores=scores,
@@ -333,6 +356,52 @@ class _Simulation:
             wall_seconds=wall_seconds,
             **figures,
         )
+
+
+class _HubEvents:
+    """The simulation and its recorder hear what happens at the hub: a `BrokerEvents`."""
+
+    def __init__(self, simulation: _Simulation) -> None:
+        self._simulation, self._recorder = simulation, simulation.recorder
+
+    def began(self, run: str, settings: RunSettings, version: Version) -> None:
+        if self._recorder is not None:
+            self._recorder.began(run, settings, version)
+
+    def member(self, peer: PeerId, what: str, text: str) -> None:
+        if self._recorder is not None:
+            self._recorder.member(peer, what, text)
+
+    def averaged(self, peers: Sequence[PeerId]) -> None:
+        if self._recorder is not None:
+            self._recorder.averaged(peers)
+
+    def scheduled(self, schedule: Schedule, text: str) -> None:
+        if self._recorder is not None:
+            self._recorder.scheduled(schedule, text)
+
+    def founded(self, peer: PeerId) -> None:
+        if self._recorder is not None:
+            self._recorder.founded(peer)
+
+    def released(
+        self,
+        reduce: Reduce,
+        nodes: int,
+        codec: str,
+        frames: Sequence[Sequence[Buffer]],
+        left_out: Sequence[Contribution] = (),
+    ) -> None:
+        if self._recorder is not None:
+            self._recorder.released(reduce, nodes, codec, frames, left_out)
+        self._simulation.released(reduce, nodes)
+
+    def evaluated(self, version: Version, samples: int, scores: Mapping[str, float]) -> None:
+        """See BrokerEvents: the simulation scores the model itself."""
+
+    def ended(self, figures: Mapping[str, Any], leaves: Sequence[Array]) -> None:
+        if self._recorder is not None:
+            self._recorder.ended({**figures, **self._simulation.scores_at_end}, leaves)
 
 
 def _after(windows: Sequence[tuple[float, float]], now: float) -> Iterator[tuple[float, float]]:

@@ -30,7 +30,7 @@ from zmqtrain.core.types import (
 from zmqtrain.monitor.records import Record
 from zmqtrain.node.offers import Offers
 from zmqtrain.protocol.messages import Publish
-from zmqtrain.sim.clock import Scheduler
+from zmqtrain.session.virtual import VirtualTime
 from zmqtrain.sim.scenario import SPOILT
 from zmqtrain.sim.script_hub import Diverged, ScriptedHub
 
@@ -78,7 +78,7 @@ class ScriptedExchange:
     It says nothing of what it does not know: nobody evaluates, nobody else is here.
     """
 
-    def __init__(self, scheduler: Scheduler, hub: ScriptedHub, script: NodeScript) -> None:
+    def __init__(self, scheduler: VirtualTime, hub: ScriptedHub, script: NodeScript) -> None:
         self.name, self.script, self.settings = script.name, script, hub.settings
         self.clock: Clock = scheduler
         self.population = None  # none is replayed

@@ -15,7 +15,7 @@ from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version
 from zmqtrain.monitor.records import Record, crc_of_frames, name_of
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
-from zmqtrain.sim.clock import Scheduler, VirtualCondition
+from zmqtrain.session.virtual import VirtualCondition, VirtualTime
 
 
 class Diverged(Exception):
@@ -26,7 +26,7 @@ class ScriptedHub:
     """The arrays of a hub, released as the record says. needed: the versions of which somebody takes a snapshot."""
 
     def __init__(
-        self, scheduler: Scheduler, settings: RunSettings, recorded: Sequence[Record], needed: set[Version]
+        self, scheduler: VirtualTime, settings: RunSettings, recorded: Sequence[Record], needed: set[Version]
     ) -> None:
         self.settings, self.aggregator = settings, Aggregator(settings)
         self.founders = [PeerId(peer) for one in recorded if one["kind"] == "founding" for peer in one["peers"]]

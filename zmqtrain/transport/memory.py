@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
 from zmqtrain.core.types import Buffer, Lane, PeerId
@@ -56,35 +57,96 @@ _Ports = dict[Lane, _Port]
 _Sink = Callable[["_Stream", list[Buffer]], None]
 
 
-class _Stream:
-    """One lane in one direction of one connection: what was sent and not yet taken by the receiver."""
+class Fate(Protocol):
+    """What becomes of one message. delays: how much later each copy of it arrives; breaks: it ends its connection
+    instead; flipped: a bit of it is another."""
 
-    def __init__(self, link: LinkModel | None, tx: _Port, rx: _Port, limit: int, sink: _Sink, connected: bool) -> None:
-        self._link, self._tx, self._rx, self._limit, self._sink = link, tx, rx, limit, sink
-        self._wire: deque[tuple[list[Buffer], int]] = deque()  # queued or on its way
+    @property
+    def delays(self) -> tuple[float, ...]:
+        """Seconds."""
+
+    @property
+    def breaks(self) -> bool:
+        """Whether the connection breaks."""
+
+    @property
+    def flipped(self) -> bool:
+        """Whether a bit is another."""
+
+
+class Noise(Protocol):
+    """Decides what becomes of the messages of one node's connection, in the order in which they are sent."""
+
+    def fate(self, payload_up: bool) -> Fate:
+        """Return what becomes of the next message. payload_up: it is a payload toward the hub."""
+
+
+class _Stream:
+    """One lane in one direction of one connection: what was sent and not yet taken by the receiver.
+
+    links: of the sender and of the receiver; None delivers at once.  free_heads: heads take the latency alone.
+    paused: what is sent is held, as on a wire that is cut.
+    """
+
+    def __init__(
+        self, lane: Lane, hub: MemoryHub, ports: tuple[_Port, _Port], up: bool, sink: _Sink, channel: MemoryChannel
+    ) -> None:
+        links = (hub.link, hub.hub_link or hub.link)
+        self._tx_link, self._rx_link = links if up else links[::-1]
+        self._tx, self._rx = ports
+        self._lane, self._hub, self._up, self._sink, self._channel = lane, hub, up, sink, channel
+        self._wire: list[tuple[int, list[Buffer], int]] = []  # not sent on: there was no connection, or it paused
+        self._sent = 0
+        self._moving = 0
         self._held = 0  # sent, and not yet taken by the receiver
-        self.connected, self.stopped, self.lost = connected, False, False
-        self.changed = Gate()  # there is room, or nothing left on the way
+        self.connected, self.stopped, self.lost = hub._accepts(channel), False, False
+        self.paused = channel.peer in hub._paused
+        self.changed = Gate()  # there is room, or nothing left in flight
 
     @property
     def full(self) -> bool:
-        return self._held >= self._limit
+        return self._held >= self._hub._limit
 
     @property
     def empty(self) -> bool:
-        return not self._wire
+        return not (self._wire or self._moving)
 
     def put(self, frames: Sequence[Buffer], size: int) -> None:
+        received = [_as_received(frame) for frame in frames]
+        if self._hub.free_heads:
+            size = 0 if self._lane is Lane.CONTROL else size - len(frames[0])
         self._held += 1
-        self._wire.append(([_as_received(frame) for frame in frames], size))
-        if self.connected:
-            self._transmit(size)
+        noise = self._channel.noise
+        if noise is None or not self.connected:
+            self._go(received, size)
+            return
+        is_payload = self._up and len(received) == 2
+        fate = noise.fate(is_payload)
+        if fate.breaks:
+            asyncio.get_running_loop().call_soon(self._channel._break)
+            return
+        if fate.flipped and is_payload:
+            received[1] = _flipped(received[1])
+        self._held += len(fate.delays) - 1
+        for late in fate.delays:
+            if late:
+                asyncio.get_running_loop().call_later(late, self._go, received, size)
+            else:
+                self._go(received, size)
+
+    def _go(self, frames: list[Buffer], size: int) -> None:
+        self._sent += 1
+        if self.connected and not self.paused:
+            self._transmit(self._sent, frames, size)
+        elif not self.stopped:
+            self._wire.append((self._sent, frames, size))
 
     def connect(self) -> None:
-        """Send what was queued while there was no connection."""
-        self.connected = True
-        for _, size in list(self._wire):
-            self._transmit(size)
+        """Send what was queued while there was no connection, or while it paused."""
+        self.connected, self.paused = True, False
+        waiting, self._wire = self._wire, []
+        for number, frames, size in sorted(waiting, key=lambda one: one[0]):
+            self._transmit(number, frames, size)
 
     def taken(self) -> None:
         self._held -= 1
@@ -94,31 +156,52 @@ class _Stream:
         """Deliver nothing more; lost: what has arrived and was not yet taken is lost too."""
         self.stopped, self.lost = True, lost
         self._wire.clear()
+        self._moving = 0
         self.changed.open()
 
-    def _transmit(self, size: int) -> None:
-        if self._link is None:
-            self._deliver()
-            return
-        loop, seconds = asyncio.get_running_loop(), self._link.seconds(size)
+    def _transmit(self, number: int, frames: list[Buffer], size: int) -> None:
+        if self._tx_link is None or self._rx_link is None:
+            return None if self.stopped else self._sink(self, frames)
+        self._moving += 1
+        loop, seconds = asyncio.get_running_loop(), self._tx_link.seconds(size)
+        latency = (self._hub.link or self._tx_link).latency_seconds
+        if self._lane is Lane.CONTROL and self._hub.free_heads:
+            loop.call_at(loop.time() + latency, self._arrive, number, frames, size)
+            return None
         start = self._tx.reserve(loop.time(), seconds)
-        loop.call_at(start + self._link.latency_seconds, self._reach, seconds)
+        loop.call_at(start + latency, self._reach, number, frames, size, start + latency + seconds)
+        return None
 
-    def _reach(self, seconds: float) -> None:
-        if not self.stopped:
-            loop = asyncio.get_running_loop()
-            loop.call_at(self._rx.reserve(loop.time(), seconds) + seconds, self._deliver)
+    def _reach(self, number: int, frames: list[Buffer], size: int, last_byte_at: float) -> None:
+        if self.stopped or self.paused:
+            return self._arrive(number, frames, size)
+        assert self._rx_link is not None
+        loop, seconds = asyncio.get_running_loop(), self._rx_link.seconds(size)
+        forwarded_at = self._rx.reserve(loop.time(), seconds) + seconds
+        loop.call_at(max(forwarded_at, last_byte_at), self._arrive, number, frames, size)
 
-    def _deliver(self) -> None:
-        if not self.stopped:
-            frames, _ = self._wire.popleft()
-            self._sink(self, frames)
-            if not self._wire:
-                self.changed.open()
+    def _arrive(self, number: int, frames: list[Buffer], size: int) -> None:
+        if self.stopped:
+            return
+        self._moving -= 1
+        if self.paused:
+            self._wire.append((number, frames, size))
+            return
+        self._sink(self, frames)
+        if self.empty:
+            self.changed.open()
+
+
+def _flipped(frame: Buffer) -> Buffer:
+    changed = bytearray(frame)
+    changed[len(changed) // 2] ^= 1 << len(changed) % 8
+    return bytes(changed)
 
 
 def _as_received(frame: Buffer) -> Buffer:
     """Return what the network would hand out: a copy of a small frame, a read-only view of a large one."""
+    if isinstance(frame, bytes):
+        return frame
     view = memoryview(frame)
     return bytes(view) if view.nbytes < COPY_BELOW_BYTES else view.cast("B").toreadonly()
 
@@ -155,18 +238,19 @@ class MemoryChannel:
         self._closed = False
         self._attempt = 0
         self._told: Callable[[], None] = lambda: None
+        self.noise: Noise | None = None
+        """What becomes of its messages; None: all arrive."""
         self._open()
 
     def _open(self) -> None:
         """Make new streams both ways, connected unless the hub has cut this peer off (or is closed)."""
-        hub, connected = self._hub, self._hub._accepts(self)
+        hub = self._hub
         self._up = {
-            lane: _Stream(hub._link, self._tx[lane], hub._rx[lane], hub._limit, hub._sink(self.peer, lane), connected)
+            lane: _Stream(lane, hub, (self._tx[lane], hub._rx[lane]), True, hub._sink(self.peer, lane), self)
             for lane in Lane
         }
         self._down = {
-            lane: _Stream(hub._link, hub._tx[lane], self._rx[lane], hub._limit, self._sink(lane), connected)
-            for lane in Lane
+            lane: _Stream(lane, hub, (hub._tx[lane], self._rx[lane]), False, self._sink(lane), self) for lane in Lane
         }
 
     def _sink(self, lane: Lane) -> _Sink:
@@ -183,10 +267,20 @@ class MemoryChannel:
         for stream in old:
             stream.stop(lost=arrived)
 
+    def _break(self) -> None:
+        """Lose the connection, as this end notices at once."""
+        if not self._closed:
+            self._lose()
+            self._told()
+
     def _connect(self) -> None:
         for stream in (*self._up.values(), *self._down.values()):
-            if not stream.connected:
+            if not stream.connected or stream.paused:
                 stream.connect()
+
+    def _pause(self) -> None:
+        for stream in (*self._up.values(), *self._down.values()):
+            stream.paused = True
 
     async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
         """Send one message; wait while the lane is full.
@@ -267,14 +361,21 @@ class MemoryChannel:
 class MemoryHub:
     """The hub's end (a `HubChannel`), and the hands of a test on the network; made by `memory_hub`."""
 
-    def __init__(self, link: LinkModel | None, queue_messages: int) -> None:
+    def __init__(
+        self,
+        link: LinkModel | None,
+        queue_messages: int,
+        hub_link: LinkModel | None = None,
+        free_heads: bool = False,
+    ) -> None:
         if queue_messages < 1:
             raise ConfigError(f"queue_messages must be at least 1, got {queue_messages}")
-        self._link, self._limit = link, queue_messages
+        self.link, self.hub_link, self.free_heads, self._limit = link, hub_link, free_heads, queue_messages
         self._tx: _Ports = {lane: _Port() for lane in Lane}
         self._rx: _Ports = {lane: _Port() for lane in Lane}
         self._channels: dict[PeerId, MemoryChannel] = {}
         self._cut: set[PeerId] = set()
+        self._paused: set[PeerId] = set()
         self._inbox: deque[tuple[_Stream, PeerId, Lane, list[Buffer]]] = deque()
         self._incoming = Gate()
         self._fairness = Fairness()
@@ -312,6 +413,18 @@ class MemoryHub:
         """Let `peer` be connected again: its channel is at once, and what it queued since the cut flows."""
         self._cut.discard(peer)
         if peer in self._channels:
+            self._channels[peer]._connect()
+
+    def pause(self, peer: PeerId) -> None:
+        """Hold all that is sent to and from `peer` until `resume`, as TCP does on a wire that is unplugged."""
+        self._paused.add(peer)
+        if peer in self._channels:
+            self._channels[peer]._pause()
+
+    def resume(self, peer: PeerId) -> None:
+        """Let messages of `peer` pass again, those that were held first."""
+        self._paused.discard(peer)
+        if peer in self._channels and self._accepts(self._channels[peer]):
             self._channels[peer]._connect()
 
     def send(self, peer: PeerId, lane: Lane, frames: Sequence[Buffer]) -> None:
@@ -389,10 +502,18 @@ class MemoryHub:
         return deliver
 
 
-def memory_hub(link: LinkModel | None = None, *, queue_messages: int = 64) -> MemoryHub:
+def memory_hub(
+    link: LinkModel | None = None,
+    *,
+    queue_messages: int = 64,
+    hub_link: LinkModel | None = None,
+    free_heads: bool = False,
+) -> MemoryHub:
     """Make a hub in memory; `hub.connect(peer)` makes a node's end.
 
-    link: None delivers at once.  queue_messages: how many messages a lane holds, per node and direction, from `send` to
+    link: of every port; None delivers at once.  hub_link: of the hub's port, if it is another; the latency is link's.
+    free_heads: heads and control messages take the latency alone, because they are small; only payloads take a port's
+    time.  queue_messages: how many messages a lane holds, per node and direction, from `send` to
     the receiver's `receive`; a node's `send` then waits, the hub's raises ChannelFull.
     """
-    return MemoryHub(link, queue_messages)
+    return MemoryHub(link, queue_messages, hub_link, free_heads)

@@ -62,7 +62,7 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
     def advance(self, seconds: float) -> bool:
         """Let so much time pass, if nothing else would happen in it; return whether it has."""
         when = self._now + seconds
-        if self._ready or (self._timers and self._timers[0][0] <= when):  # type: ignore[attr-defined]
+        if self._stopping or self._ready or (self._timers and self._timers[0][0] <= when):  # type: ignore[attr-defined]
             return False
         self._now = when
         return True
@@ -87,3 +87,6 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         """See BaseEventLoop: there is no selector to wake."""
+
+    def __del__(self) -> None:
+        """See BaseEventLoop: one that is not closed holds nothing."""
