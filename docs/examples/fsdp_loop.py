@@ -1,4 +1,4 @@
-"""Join a run from a loop whose parameters are spread over the GPUs of this PC (FSDP): plain JAX, five marked lines.
+"""Join a run from a loop with parameters spread over the GPUs of this PC (FSDP): plain JAX, five marked lines.
 
 Start a broker, then this script on every PC. The PCs may have different numbers of devices:
 
@@ -6,7 +6,7 @@ Start a broker, then this script on every PC. The PCs may have different numbers
     python fsdp_loop.py tcp://hub:5555 --keys ~/lab.key_secret
 
 The step is an ordinary `jax.sharding` program: XLA speaks between the devices of the PC, zmqtrain between the PCs. Each
-device offers its own part of every leaf and takes its own part of what comes back; nothing is gathered on one of them.
+device offers its own part of every leaf and takes its own part back; nothing is gathered on one of them.
 Without a GPU, have four devices made of the processor: XLA_FLAGS=--xla_force_host_platform_device_count=4
 """
 

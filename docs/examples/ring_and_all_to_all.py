@@ -5,7 +5,7 @@
     python ring_and_all_to_all.py tcp://hub:5555 --keys ~/lab.key_secret     # and on each of four PCs
 
 An array is announced by a begin mark (how many values come) and followed by an end mark (its checksum), each a message
-with a tag of its own. Nobody waits for a certain message: each process looks what has come, and takes it.
+with a tag of its own. Nobody waits for a certain message: each process looks for messages, and takes them.
 """
 
 import argparse

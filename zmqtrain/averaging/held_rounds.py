@@ -1,4 +1,4 @@
-"""Rounds whose deltas are held, compressed, until the round closes, for rules that need all of a round.
+"""Rounds that hold their deltas, compressed, until they close, for rules that need all of a round.
 
 `HeldRound` holds any deltas; `SparseRound` adds and releases sparse ones part by part, on `SlabThreads`; `DeltaMeter`
 samples what is added, for the noise scale of the run.

@@ -270,7 +270,7 @@ def plan_parts(codings: tuple[tuple[Codec, ...], ...], counts: tuple[int, ...], 
 
 
 def seal_frame(plan: PayloadPlan, frame_plan: FramePlan, frame: bytearray) -> None:
-    """Write the header of a frame whose sections are in place."""
+    """Write the header of a frame with its sections in place."""
     _HEADER.pack_into(frame, 0, _VERSION, 0, frame_plan.slabs.start, len(frame_plan.slabs))
     struct.pack_into("<I", frame, 4, _checksum(plan, memoryview(frame)))
 

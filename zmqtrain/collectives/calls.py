@@ -126,7 +126,7 @@ class Inflow:
 ASK_AFTER_SECONDS, ASK_AGAIN_SECONDS = 0.25, 1.0
 """When a rank says that it waits, and how often it says so again."""
 
-_REMEMBERED = 256  # ended calls whose text is kept
+_REMEMBERED = 256  # ended calls with their text
 _AHEAD = 1 << 16  # how far ahead of this rank's last call another one may be
 
 Phases = Iterator[tuple[Steps, np.dtype[Any]]]
@@ -489,7 +489,7 @@ class Calls:
             self.outgoing.append((to, head, part.values))
 
     def _look_whether_ended(self, call: Call) -> None:
-        """End a call whose algorithm has ended, if none of its memory is in flight."""
+        """End a call after its algorithm, if none of its memory is in flight."""
         if call._wanted is not None or call._steps is not None or not call.text:
             return
         if all(stream.is_done for stream in call._streams.values()):

@@ -156,7 +156,7 @@ class Exchange(Protocol):
         optimizer_state: Sequence[Array] = (),
     ) -> Update | None:
         """Join the run with this model. Return the run's parameters (an update with an anchor), None if this node goes
-        on from its own: they are the run's first, or it is one of a population whose run has none yet. An update of
+        on from its own: they are the run's first, or it is in a population that has none yet. An update of
         version -1 is the mean that the run may begin with (initial mean): score it, and `vote`.
 
         leaves: this node's own parameters as float32 numpy arrays.  score: theirs, on training data that was held out

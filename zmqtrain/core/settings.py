@@ -131,7 +131,7 @@ class RunSettings:
     stale: Literal["return", "drop"] = "return"
     """What becomes of a delta that is too stale: it returns to what its node has pending, or it is dropped."""
     norm_gate: str = "auto"
-    """A delta whose norm is so many times that of the deltas before it is refused, as 10; "none": none is. auto: 10,
+    """A delta with a norm so many times that of the deltas before it is refused, as 10; "none": none is. auto: 10,
     but none in strict mode, and where nodes keep parameters of their own for ever (elastic)."""
     outer: str = AUTO
     """The outer optimizer, applied at the hub to the mean of the deltas; sgd:rate=1 is plain averaging; auto: that for

@@ -262,7 +262,7 @@ def stop(
         if not node.wait_over(wait_seconds):
             raise ZmqTrainError(
                 f"{node.run} has not ended in {wait_seconds:g} s: `zmqtrain status {address}` says who is left; at the "
-                "broker Ctrl-C ends it at once, and it saves what has come"
+                "broker Ctrl-C ends it at once, and it saves all it has"
             )
         return node.run, node.peer.run_version if node.roster is None else node.roster.version
 

@@ -135,7 +135,7 @@ class Offers:
 
 
 class Restarts:
-    """Decides whether a node whose training has diverged begins again from the shared parameters, or ends.
+    """Decides whether a node with diverged training restarts from the shared parameters, or ends.
 
     A node that diverges `MOST_RESTARTS` times with fewer than `HEALTHY_OFFERS` applied in between ends with an error.
     It never begins again in strict mode, whose bits must not depend on a failure, nor with several masters, each of

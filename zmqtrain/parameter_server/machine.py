@@ -465,7 +465,7 @@ class KeyServer:
                 yield peer, key.clocks.get(peer, key.clock)
 
     def _settle(self, key: Key, worker: PeerId | None = None) -> list[Effect]:
-        """Advance a key's clock; resume the requests that waited for it, and those of `worker`, whose own has moved.
+        """Advance a key's clock; resume the requests that waited for it, and those of `worker`: its own has moved.
 
         The cost does not depend on the number of other requests that wait."""
         effects: list[Effect] = []

@@ -257,7 +257,7 @@ def _plan(wish: Wish, codec: str, fragments: int) -> RunPlan:
 
 
 ASSUMED_BITS = 1e9
-"""The rate of a port that was not measured yet; a run whose exchanges are too small to measure it is not affected."""
+"""The rate of a port that was not measured yet; a run with exchanges too small to measure it is not affected."""
 
 LEAST_MEASURED_BYTES = 1 << 20
 """A model of so many bytes or more fills a link when it is fetched: nothing is planned before that was measured."""

@@ -29,7 +29,7 @@ class Normal(NamedTuple):
 def draw_params(key: jax.Array, layout: Any) -> Any:
     """Return the float32 arrays that `layout` describes, in a tree like it.
 
-    layout: nested dicts whose leaves are `Normal` and `Constant`.  Pure; to be called inside a jitted function.
+    layout: nested dicts with leaves `Normal` and `Constant`.  Pure; to be called inside a jitted function.
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda node: isinstance(node, Normal | Constant))
     sizes = [prod(leaf.shape) if isinstance(leaf, Normal) else 0 for leaf in leaves]

@@ -23,7 +23,7 @@ from zmqtrain.protocol.messages import Welcome
 
 MAX_INCARNATION = 1 << 63  # all incarnations are less: a head holds no more
 AHEAD_SECONDS = 86_400.0
-"""A process whose clock is further ahead of its hub's is refused: no later process could use its id."""
+"""A process with a clock further ahead of its hub's is refused: no later process could use its id."""
 SET_NANOSECONDS = 1_700_000_000 * 10**9
 """A clock before this time (November 2023) was never set."""
 UNKNOWN = "say Hello first: this broker does not know you"

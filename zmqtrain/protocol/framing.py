@@ -26,7 +26,7 @@ OPENED_BYTES = 64
 
 
 class Head(NamedTuple):
-    """A head whose fields are not read yet."""
+    """A head before its fields are read."""
 
     stamp: Stamp
     kind: type[Message]

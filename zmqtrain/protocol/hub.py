@@ -120,12 +120,12 @@ WORSE = 10.0
 GRACE_SECONDS = 5.0
 """Nodes that came before the first release are awaited this long after it, even if they have not contributed."""
 LAST_WORDS_SECONDS = 0.1
-"""A peer whose connection is gone is heard for this long: its Goodbye may still arrive."""
+"""A peer without a connection is heard for this long: its Goodbye may still arrive."""
 FOUNDER_SECONDS, FOUNDER_BYTES_PER_SECOND = 30.0, 2.5e5
 """While others wait, a node that was asked for its parameters must announce them within this time, and send them at
 this rate at least; otherwise the next node is asked."""
 OVERDUE_SECONDS = 0.1
-"""A node whose heartbeat is late by this much is sent a message, which fails if its connection is gone."""
+"""A node with a heartbeat late by this much is sent a message, which fails if its connection is gone."""
 STOP_SECONDS = 45.0
 """Time for nodes to drain after an operator has ended the run; after it they are disconnected."""
 

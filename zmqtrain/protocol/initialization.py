@@ -52,7 +52,7 @@ SLOW_BYTES_PER_SECOND = 10e6
 
 
 class Vote:
-    """A vote on the mean. own: score of its own parameters, for each node whose parameters are in the mean."""
+    """A vote on the mean. own: score of its own parameters, for each node with parameters in the mean."""
 
     def __init__(self, own: Mapping[PeerId, Score], model: ModelSpec) -> None:
         self._own = dict(own)
@@ -62,7 +62,7 @@ class Vote:
 
     @property
     def is_of_nobody(self) -> bool:
-        """Whether all nodes whose parameters are in the mean have left."""
+        """Whether all nodes with parameters in the mean have left."""
         return not self._own
 
     @property
@@ -417,7 +417,7 @@ class Initialization:
         return effects
 
     def _send_others_away(self, state: MemberState, model: ModelSpec = ()) -> list[HubEffect]:
-        """Send members of that state away whose model is not this one; without one, the first member's."""
+        """Send members of that state with another model away; without one, the first member's."""
         effects: list[HubEffect] = []
         for member in self._in(state):
             model = model or member.model

@@ -96,7 +96,7 @@ _AS_KEYS_ARE = frozenset({Declare, Founded})
 OFFENCES = frozenset({"non-finite", "norm", "enormous", "corrupt", "size"})
 """Codes of refusals that no sound node causes."""
 OVER = "over"
-"""Reason of the Preempt of a node whose quarantine has ended: its optimizer goes on as it is."""
+"""Reason of the Preempt after a node's quarantine: its optimizer continues."""
 MOST_REFUSED, OF_LAST = 3, 8
 """This many refused of the last deltas quarantine a node; as many accepted as the latter end its probation."""
 QUARANTINE_SECONDS, LONGEST_QUARANTINE_SECONDS = 10.0, 600.0

@@ -137,12 +137,12 @@ class Step(Enum):
     """What an announcement requires."""
 
     EXPECT = "expect its chunks"
-    FETCH = "fetch a snapshot: it is not what comes next"
+    FETCH = "fetch a snapshot: it is not the next version"
     NOTHING = "nothing"
 
 
 class Whole(NamedTuple):
-    """An announcement whose chunks are all here. reset, warm: as in Deliver.  first: nothing was here before."""
+    """An announcement with all of its chunks. reset, warm: as in Deliver.  first: nothing was here before."""
 
     announcement: Aggregate | Snapshot
     reset: bool
@@ -245,7 +245,7 @@ class Move(Enum):
     """Causes of a move besides messages of the hub."""
 
     FETCH = "it asks for the run's parameters"
-    FETCH_APART = "the same, as one of a population whose run is not founded"
+    FETCH_APART = "the same, in a population before its run is founded"
     LOSE = (
         "its hub is lost: silence, Goodbye, garbage, a gap in the numbers, a connection that is gone, `unknown`, `run`"
     )

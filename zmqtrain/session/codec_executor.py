@@ -146,7 +146,7 @@ class CodecExecutor:
         self._call(self._stop.set)
 
     async def close(self) -> bool:
-        """Let the thread finish its jobs, whose results are dropped; return whether it has.
+        """Let the thread finish its jobs and drop their results; return whether it has.
 
         If not, that is the failure, and the arrays of its last job stay its own.
         """

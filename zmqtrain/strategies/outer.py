@@ -34,7 +34,7 @@ class OuterOptimizer(NamedTuple):
       float32[n], a new array to be added to the parameters. The state is changed in place, the gradient is not.
       turn: True when, with this one, the contributions of a whole federation have come since the last turn (the sum of
       contributions / live nodes over the releases has reached 1); every part of one gradient is given the same.
-    rate: of an optimizer whose step is rate * gradient, one float32 product, and nothing else; None for all others.
+    rate: of an optimizer with the step rate * gradient, one float32 product, and nothing else; None for all others.
     """
 
     name: str
@@ -136,7 +136,7 @@ def adam(rate: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, epsilon: f
     """m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; step by rate * m / (sqrt(v) + epsilon).
 
     v begins at epsilon^2, m at 0, and neither is corrected for it. epsilon is in the units of a delta: where deltas are
-    much smaller, the step is rate / epsilon * m. A gradient whose square is no float32 leaves v at the largest one:
+    much smaller, the step is rate / epsilon * m. A gradient with a square beyond float32 leaves v at the largest one:
     damped for a long time, never infinite.
     Source: FedAdam, Reddi et al. 2021, Adaptive Federated Optimization, Algorithm 2 (their tau is epsilon).
     """

@@ -149,7 +149,7 @@ def best(count: int = 2) -> Selection:
 
 
 def better() -> Selection:
-    """Count contributions whose score is lower than the shared model's; all, while that is unknown.
+    """Count contributions with a lower score than the shared model's; all, while that is unknown.
 
     The scores of both must be of the same data, or nearly: a loss in training is no measure for one that is held out.
     """

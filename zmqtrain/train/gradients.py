@@ -150,7 +150,7 @@ class GradientLoop:
 
 
 class _GradientStep(MinibatchStep):
-    """A step whose gradient is exchanged before the optimizer has it. trains_apart: it is a usual one before that."""
+    """A step that exchanges its gradient before the optimizer has it. trains_apart: it is a usual one before that."""
 
     trains_apart = False
 

@@ -24,7 +24,7 @@ AXIS = "device"
 
 
 class DataParallel:
-    """A program whose batches are cut among devices, along the first axis of each array; each has all single values.
+    """A program with batches cut among devices, along the first axis of each array; each has all single values.
 
     devices: None for all of this process.  Raises ConfigError, at the first batch, if one cannot be cut in equal parts.
     """

@@ -50,7 +50,7 @@ def next_life(life: bytes) -> bytes:
 
 
 def is_former(life: bytes, other: bytes) -> bool | None:
-    """Return whether `life` was before `other`; None for lives of two series, whose order is unknown."""
+    """Return whether `life` was before `other`; None for lives of two series, in unknown order."""
     if life[:_SERIES_BYTES] != other[:_SERIES_BYTES]:
         return None
     return life < other
