@@ -19,6 +19,8 @@ SPECS = [*CODECS, *(f"{transform}+int8" for transform in TRANSFORMS), *(f"{wrapp
 SPECS += ["ternary:fragments=4"]
 """Every member of the family, by its defaults."""
 MANY_ROUNDS = ["int2", "ternary", "lowrank:rank=1", "topk:density=0.05+int4", "randomk:density=0.1+int8s"]
+MORE_ROUNDS = ["bf16", "int8", "sign", "blocktopk+bf16", "dct:block=16+int8"]
+MANY_ROUNDS += [pytest.param(spec, marks=pytest.mark.nightly) for spec in MORE_ROUNDS]
 LONE = [0.0, -0.0, 1.5, -3.0, 2.0**-100, -1.999 * 2.0**-101, 1e-45, np.finfo(np.float32).max]
 """Values that are all of a slab."""
 

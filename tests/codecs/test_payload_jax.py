@@ -31,7 +31,8 @@ KEEPS = [spec for spec in SPECS if jax.tree.leaves(codec_from_spec(spec).init(10
 """Those that keep something from one encode to the next."""
 
 FRAMED = ["float32", "bf16", "int4", "ternary", "lowrank", "topk+int8", "dct+int8"]
-"""One of each form of frames; tests/codecs/test_codec_laws.py compares every codec slab by slab."""
+"""One of each form of frames; the others are nightly. test_codec_laws.py compares every codec, slab by slab."""
+EVERY_FRAME = [*FRAMED, *(pytest.param(spec, marks=pytest.mark.nightly) for spec in SPECS if spec not in FRAMED)]
 
 every_codec = pytest.mark.parametrize("spec", SPECS)
 
@@ -91,7 +92,7 @@ def counting():
     return Codec("counting", init, inner.layout, encode, inner.decode, inner.check, inner.decode_into, SLAB_VALUES)
 
 
-@pytest.mark.parametrize("spec", FRAMED)
+@pytest.mark.parametrize("spec", EVERY_FRAME)
 def test_a_device_makes_the_frames_of_the_host_and_decodes_to_its_bits(spec):
     codecs, coder = all_of(spec), DeviceCoder()
     for seed, scale in ((0, 1.0), (1, 2.0**-90), (2, 2.0**100)):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hostile import HELD_BYTES, Case, judge, measure
 
 FINE = {"ratio_steps": 1.0, "ratio_aggregates": 0.97, "rss_mb": 100.0, "rss_most_mb": 120.0, "troubles": []}
 
 
-@pytest.mark.nightly
 def test_a_node_trains_on_while_a_broker_is_attacked():
     row = measure(Case(minutes=0.2, nodes=1, params=1000, step_seconds=0.02, block_seconds=6.0, lost_seconds=60.0))
     assert row["troubles"] == [] and row["hostile_aggregates_s"] > 0
