@@ -108,9 +108,6 @@ class Environment(Dialer, Protocol):
     def executor(self, name: str, capacity: int, failed: Callable[[BaseException], None]) -> Executor:
         """Start an executor that holds so many jobs; failed: called by it with the exception of a job."""
 
-    def condition(self) -> threading.Condition:
-        """Return a condition for threads to wait on."""
-
     def event(self) -> threading.Event:
         """Return an event for threads to wait on."""
 

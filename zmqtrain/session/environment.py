@@ -51,10 +51,6 @@ class RealEnvironment:
         """See Environment."""
         return Worker(name, capacity, failed)
 
-    def condition(self) -> threading.Condition:
-        """See Environment."""
-        return threading.Condition()
-
     def event(self) -> threading.Event:
         """See Environment."""
         return threading.Event()

@@ -349,10 +349,6 @@ class VirtualEnvironment:
         """See Environment."""
         return VirtualExecutor(self, capacity, failed)
 
-    def condition(self) -> threading.Condition:
-        """See Environment."""
-        return VirtualCondition(self.clock)
-
     def event(self) -> threading.Event:
         """See Environment."""
         return VirtualEvent(self.clock)

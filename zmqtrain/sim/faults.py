@@ -98,10 +98,3 @@ class FrameNoise:
     def _done(self, kind: str, fate: Fate) -> Fate:
         self.done[kind] += 1
         return fate
-
-
-def flipped(frame: bytes, place: int) -> bytes:
-    """Return a frame with one bit another. place: which, counted round and round."""
-    changed = bytearray(frame)
-    changed[place // 8 % len(changed)] ^= 1 << place % 8
-    return bytes(changed)

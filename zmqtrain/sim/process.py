@@ -158,6 +158,10 @@ class NodeProcess:
         """Have its training thread begin at a time."""
         self.thread = self._process.begin(name, body, at)
 
+    def welcomed(self, settings: RunSettings) -> None:
+        """Tick less often than a real session, where the run's heartbeat allows it, because ticks cost real time."""
+        self._process.tick_seconds = min(0.25, max(self._process.tick_seconds, settings.heartbeat_seconds / 4))
+
     def kill(self) -> bool:
         """End all its threads where they stand; return whether it still lived."""
         assert self.thread is not None

@@ -216,7 +216,7 @@ class _Simulation:
         )  # fmt: skip
         self.processes.append(process)
         self.peers[node.name] = peer
-        process.begin(node.name, lambda: self._train(node, Node(options, process), life), node.joins_at)
+        process.begin(node.name, lambda: self._train(node, Node(options, process), process, life), node.joins_at)
 
         def kill() -> bool:
             lived = process.kill()
@@ -241,13 +241,14 @@ class _Simulation:
                 scheduler.call_at(when, partial(happen, peer))
                 scheduler.call_at(when, partial(self._say_membership, node.name, word))
 
-    def _train(self, node: SimNode, exchange: Node, life: int) -> None:
+    def _train(self, node: SimNode, exchange: Node, process: NodeProcess, life: int) -> None:
         self._say_membership(node.name, "joined")
         program = NodeProgram(self.program, node, self.initial_params, self.scenario.score_nodes)
         before_step, before_part = self._computation(node)
         exchange.message_delay = node.induced(self.settings.seed).message_delays(node.name)
         exchange.start()
         exchange.wait(lambda: exchange.peer.settings is not None, None)
+        process.welcomed(exchange.settings)
         loss_before: list[Any] = []
 
         def watch(number: int, loss: Any) -> None:
