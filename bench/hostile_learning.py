@@ -188,7 +188,9 @@ def run_of(case: Case, healthy_only: bool = False, **settings: Any) -> SimResult
     nodes = [SimNode(name=f"good-{number}", steps=case.steps) for number in range(healthy)]
     if not healthy_only:
         joins, steps = (STEP_SECONDS * case.steps / 2, case.steps // 2) if late else (0.0, case.steps)
-        nodes += [SimNode(name=f"bad-{number}", steps=steps, joins_at=joins) for number in range(case.bad)]
+        nodes += [
+            SimNode(name=f"bad-{number}", steps=steps, joins_at=joins, key=case.key) for number in range(case.bad)
+        ]
     start = healthy if healthy_only or late else case.nodes
     plain = {"every": 8, "delay": 4, "codec": "ternary", "broadcast_codec": "ternary", "outer": OUTER, "fragments": 1}
     run = RunSettings(start_nodes=start, initial="founder", local_updates="fixed", **(plain | settings))
@@ -222,7 +224,7 @@ def _sync_of(case: Case) -> Any:
                 params = super().step(params, *arguments, **named)
             except NonFiniteDelta:  # its process ends
                 self._ended = True
-                self.exchange.link.die()
+                self.exchange.close("its training diverged")
             self._last = jax.tree.map(jnp.copy, params) if self._is_bad else None
             return params
 
@@ -238,14 +240,7 @@ def _sync_of(case: Case) -> Any:
                 moved = self._random.standard_normal(old.shape) * case.scale * USUAL_MOVE
                 return old + jnp.asarray(moved, jnp.float32)
 
-            self._vote_as(case.key)
             return jax.tree.map(wander, self._last)
-
-        def _vote_as(self, key: str) -> None:
-            link = self.exchange.link
-            member = link._hub.hub.members.get(link.peer.peer)
-            if member is not None:  # as a broker knows it by the key with which it came in
-                member.voter = f"key {key}" if key else ""
 
     return Bad
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.broker.broker import Broker, BrokerOptions
+from zmqtrain.broker.core import BrokerAccess
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
@@ -109,6 +110,17 @@ def simulate(
     return _Simulation(scenario, program, initial_params, watch, make_sync, record).run()
 
 
+class _NodeKeys(BrokerAccess):
+    """A broker's port at which nodes come in with the keys of a scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._keys = {node.name: node.key for node in scenario.named_nodes()}
+
+    def key_name(self, peer: PeerId) -> str:
+        """See BrokerAccess."""
+        return self._keys.get(peer.partition("#")[0], "")
+
+
 class _Simulation:
     """One run of a scenario."""
 
@@ -159,7 +171,7 @@ class _Simulation:
         options = BrokerOptions(
             run="run-simulated", events=_HubEvents(self), share=None if link is None else KnownRate(port_rate(link))
         )
-        self.broker = Broker(self.channel, self.settings, options)
+        self.broker = Broker(self.channel, self.settings, options, _NodeKeys(self.scenario))
         self.hub = self.broker.hub
         self.broker.downlink.uploads.scale(port_rate(link or self.scenario.link))
         self.process.codec_seconds = lambda values: self.times.of_hub(

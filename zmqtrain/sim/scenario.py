@@ -34,6 +34,7 @@ class SimNode:
     cut: windows (from, to) in which its wire is cut.  corrupt: what is wrong with its data: "", or a kind of
     `zmqtrain.train.program_wrappers`.  initial_scale: its own initial parameters are multiplied by that.
     initial: "diverged": and drowned in noise.  steps: it stops after so many batches; 0: it does not.
+    key: name of the key with which it connects, "" for none. Nodes with one key are one voter.
     """
 
     name: str = ""
@@ -50,6 +51,7 @@ class SimNode:
     initial_scale: float = 1.0
     initial: Literal["", "diverged"] = ""
     steps: int = 0
+    key: str = ""
 
     def __post_init__(self) -> None:
         where = f"the node {self.name!r}" if self.name else "a node"
