@@ -36,7 +36,8 @@ def scenario(tmp_path, monkeypatch, program):
 def test_the_command_simulates_prints_and_writes(scenario, tmp_path, capsys):
     records = tmp_path / "records.jsonl"
     assert main(["sim", str(scenario), "--json", str(records), "--seed", "5"]) == 0
-    out, _ = capsys.readouterr()
+    out, err = capsys.readouterr()
+    assert err == "", "the log of its broker and nodes is for --verbose"
     assert "node-0 joined" in out and "slow left" in out and "held-out" in out and "contributions" in out
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert lines[-1]["kind"] == "run_end" and lines[-1]["steps"] == 24

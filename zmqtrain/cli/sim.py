@@ -6,6 +6,7 @@ seed, and where the records go.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class SimConfig(LogOptions):
 
 def _run(config: SimConfig) -> int:
     log_to_stderr(config.verbose)
+    if not config.verbose:  # the broker and nodes of a simulation log as real ones do, by the wall's clock
+        logging.getLogger("zmqtrain").setLevel(logging.WARNING)
     try:
         return _replay(config.replay) if config.scenario is None else _simulate(config, config.scenario)
     except KeyboardInterrupt:
