@@ -36,7 +36,7 @@ KEYS_USAGE = """usage: zmqtrain keys COMMAND [OPTIONS]
        zmqtrain keys COMMAND --help says more
 
   new NAME...    make a key for each of these PCs, and authorise it
-  list           show whose keys are authorised, and whose were revoked
+  list           show the authorised keys, and the revoked ones
   revoke NAME    shut this key out, of a running broker within seconds too
 """
 

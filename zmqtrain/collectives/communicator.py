@@ -212,8 +212,8 @@ class Communicator:
     def close(self, timeout_seconds: float | None = None) -> None:
         """Wait until what is in flight has ended, as MPI_Finalize does, and leave the group. Twice is once.
 
-        In flight are sends that their receivers do not have yet, collectives, and receives whose message has begun to
-        arrive; a receive without a message is not waited for. Messages that nobody here has asked for are refused, so
+        In flight are sends that their receivers do not have yet, collectives, and receives of a message that is
+        arriving; a receive without a message is not waited for. Messages that nobody here has asked for are refused, so
         that two ranks that close do not wait for each other.
         timeout_seconds: how long to wait, the communicator's if None; 0: not at all. What has not ended by then is
         named in the log, and raises PeerLost, here and on the ranks that need this one. A with block that an exception

@@ -25,7 +25,7 @@ LOOK_SECONDS = 0.5
 
 
 class Ended(BaseException):
-    """Unwinds a thread that is killed, or whose run is over; nothing in a thread may catch it."""
+    """Unwinds a thread that is killed, or left over at the end of the run; nothing in a thread may catch it."""
 
 
 class VirtualThread:

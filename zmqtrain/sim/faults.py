@@ -1,6 +1,6 @@
 """Turn a schedule of faults into what it is in virtual time: pauses, cuts, restarts, and frames that fare badly.
 
-    kill     the node dies and begins anew, as another peer, `RESTART_SECONDS` later
+    kill     the node dies and restarts, as another peer, `RESTART_SECONDS` later
     stop     it computes nothing, and nothing gets to it or from it         unplug   only the latter
     slow     it stands still for that share of every `DUTY_SECONDS`
     drop     its connection breaks at the next frame, and it is told        corrupt  so it does at a head; a payload on
@@ -78,7 +78,7 @@ class FrameNoise:
         self._broken = True
 
     def fate(self, payload_up: bool) -> Fate:
-        """Return what becomes of the next frame. payload_up: it is of a payload on its way to the hub."""
+        """Return what becomes of the next frame. payload_up: it is of a payload in flight to the hub."""
         if self._broken:
             self._broken = False
             return self._done("drop", Fate(breaks=True))

@@ -36,7 +36,7 @@ def port_rate(link: LinkModel) -> float:
 
 
 class KnownRate(LinkShare):
-    """A port whose rate is known to plans; nothing is paced by it, because the simulated port is as fast as it is."""
+    """A port with a rate that plans know; it paces nothing, because the simulated port has that rate."""
 
     def limit(self, measured: float = 0.0) -> float | None:
         """See LinkShare."""

@@ -1,8 +1,8 @@
 """Live a recorded run again, bit for bit: the same gradients, deltas and sums, in the order in which they happened.
 
 Rule 1: from the records come orders and numbers only: which data units a node trained on, at which steps it offered and
-applied what, in which order the hub added up; every array is computed anew, by the code of a real run.
-Rule 2: one node at a time, in one process; who waits for an aggregate lets those go on that it is made of.
+applied what, in which order the hub added up; every array is computed again, by the code of a real run.
+Rule 2: one node at a time, in one process; a node that waits for an aggregate lets the contributors run.
 Not replayed: runs in which each node keeps its own parameters (initial own, not elastic), or whose timed steps began
 apart (initial best, several nodes), nodes that were preempted, brokers and nodes that were started from a checkpoint,
 loops of one's own.

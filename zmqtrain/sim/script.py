@@ -1,7 +1,7 @@
-"""Be the exchange of a node that lives its record again: it offers and applies what it did, when it did.
+"""Replays a node's recorded exchange: it offers and applies what the record says, at the same steps.
 
-Rule 1: nothing is decided here.  Rule 2: what is not in a record is computed anew: gradients, deltas, payloads.
-Rule 3: a node goes on as soon as what it applies next is there, so any order of running gives the same bits.
+Rule 1: nothing is decided here.  Rule 2: gradients, deltas and payloads are computed again.
+Rule 3: a node runs as soon as its next update is there, so any order of running gives the same bits.
 """
 
 from __future__ import annotations

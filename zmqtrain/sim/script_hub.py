@@ -1,7 +1,7 @@
 """Be the hub that does what its record says: the arrays of a hub, founded and released in the recorded order.
 
 Rule 1: nothing is decided here: who founds, what is added up, in which order, over how many live nodes, is read.
-Rule 2: what is not in a record is computed anew: payloads come from the replayed nodes, aggregates from the aggregator.
+Rule 2: payloads come from the replayed nodes, aggregates from the aggregator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ScriptedHub:
         self.settings, self.aggregator = settings, Aggregator(settings)
         self.founders = [PeerId(peer) for one in recorded if one["kind"] == "founding" for peer in one["peers"]]
         self.differs_at: Version | None = None
-        """The first version whose aggregate has other bytes than the recorded one."""
+        """The first version with an aggregate of other bytes than the recorded one."""
         self._releases = [one for one in recorded if one["kind"] == "release"]
         self._needed = needed
         self._given: dict[PeerId, tuple[Sequence[Buffer], Sequence[Buffer]]] = {}

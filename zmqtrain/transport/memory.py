@@ -1,6 +1,6 @@
 """Be the transport's public double: a hub and its nodes in one event loop, with modelled links and faults on demand.
 
-Rule 1: what the real channel refuses is refused here; what it may lose is lost here: all that is queued or on its way
+Rule 1: this channel refuses what the real one refuses, and loses what that may lose: all that is queued or in flight
 when a connection ends, and nothing else.  In order within a lane, never twice.
 Rule 2: time is the loop's time: under `virtual_clock.VirtualClockLoop` a test of minutes takes milliseconds, exactly.
 Rule 3: the star of the model is ports and a switch that forwards as it receives: each port, per direction, carries one
@@ -333,7 +333,7 @@ class MemoryChannel:
         raise ChannelClosed(f"the channel of {self.peer} is closed")
 
     async def reconnect(self, address: str = "") -> None:
-        """Drop the connection and all that is queued on it; connect anew, or as soon as the hub restores this peer.
+        """Drop the connection and all that is queued on it; connect again, or as soon as the hub restores this peer.
 
         address: has no meaning here, where there is one hub.
         """
