@@ -140,3 +140,15 @@ def test_a_session_that_does_not_come_again_ends_with_its_connection(happens, re
     happens(session)
     assert role.ended == [reason] and session.peer.state is PeerState.CLOSED
     assert session.peer.tick(1e9 + 2 * SILENCE_SECONDS) == []
+
+
+def test_a_process_beats_and_loses_its_hub_by_its_own_times_and_not_by_those_of_the_run():
+    """A hub takes a silent process for lost after SILENCE_SECONDS, however rarely the nodes of its run beat."""
+    settings = fixed_run(heartbeat_seconds=10.0, lost_seconds=60.0)
+    hub, peer = Hub(settings, release_rule_from_spec("immediately"), "run-1"), ProcessPeer(ID, "one", silence=5.0)
+    meet(hub, peer, hello_of(peer.start(0.0)), 0.0)
+    times = [step / 20 for step in range(1, 98)]
+    beats = [now for now in times for one in peer.tick(now) if isinstance(one, Send)]
+    assert len(beats) >= times[-1] / SILENCE_SECONDS * 8 and peer.state is PeerState.WELCOMED
+    (lost,) = [one for now in (4.95, 5.0, 5.05, 5.1) for one in peer.tick(now) if isinstance(one, Disconnect)]
+    assert lost.reason == "lost"

@@ -383,6 +383,18 @@ class Peer:
         return self._following.confirmed
 
     @property
+    def heartbeat_seconds(self) -> float:
+        """Seconds between heartbeats, once welcomed."""
+        assert self.settings is not None
+        return self.settings.heartbeat_seconds
+
+    @property
+    def lost_seconds(self) -> float:
+        """Seconds of silence after which the hub is lost, once welcomed."""
+        assert self.settings is not None
+        return self.settings.lost_seconds
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """As in Search."""
         return self._search.addresses
@@ -466,15 +478,14 @@ class Peer:
                 return []
             address = self._search.next_address()
             return [*([] if address is None else [Connect(address)]), *self._hello(now)]
-        assert self.settings is not None
-        if late > self.settings.heartbeat_seconds:  # this side did not run: messages of the hub wait to be read
+        if late > self.heartbeat_seconds:  # this side did not run: messages of the hub wait to be read
             self._heard = min(now, self._heard + late)
         silent = now - self._heard
-        if silent > self.settings.lost_seconds:
+        if silent > self.lost_seconds:
             return self._lose_hub("lost", f"the broker has been silent for {silent:.1f} s", now, now)
         if now < self._beat_at:
             return []
-        self._beat_at = now + self.settings.heartbeat_seconds
+        self._beat_at = now + self.heartbeat_seconds
         return [Send(self._beat(now)), *self._resync_if_behind(now)]
 
     def stamp(self, counted: bool = True) -> Stamp:
@@ -592,9 +603,8 @@ class Peer:
 
     def _resync_if_behind(self, now: float) -> list[PeerEffect]:
         """Fetch what was lost in flight, if no later aggregate shows the gap."""
-        assert self.settings is not None
         known = self.roster.version if self.roster is not None and self.state is PeerState.LIVE else -1
-        return self._resync() if self._following.lags(known, self.settings.lost_seconds, now) else []
+        return self._resync() if self._following.lags(known, self.lost_seconds, now) else []
 
     def _hello(self, now: float) -> list[PeerEffect]:
         self._search.began(now)
