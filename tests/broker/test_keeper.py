@@ -19,7 +19,7 @@ from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.broker import checkpoint as keeper_module
 from zmqtrain.broker.checkpoint import Keeper, RunFolder, RunFolders, new_run
 from zmqtrain.checkpoint import background_writer, files
-from zmqtrain.checkpoint.folder import Every
+from zmqtrain.checkpoint.folder import Every, is_locked
 from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.core.errors import CheckpointError, ZmqTrainError
 from zmqtrain.core.types import LeafSpec
@@ -258,6 +258,31 @@ def test_a_checkpoint_that_is_due_while_the_last_one_is_written_is_written_after
     assert run.keeper.writer.wait()
     assert RunFolder(tmp_path).good_versions() == (0, 1, 2)
     run.keeper.close(run.hub.state(), run.aggregator)
+
+
+def test_a_broker_that_ends_waits_for_a_slow_write_and_keeps_its_folder_until_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(background_writer.BackgroundWriter.wait, "__defaults__", (0.01,))
+    go_on, save = threading.Event(), RunFolder.save
+    run = Run(tmp_path, Every(versions=1))
+    run.found()
+
+    def slowly(*arguments):
+        assert go_on.wait(60)
+        return save(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save", slowly)
+        run.release()
+        run.keeper.save(run.hub.state(), run.aggregator)
+        run.release()
+        closing = threading.Thread(target=run.keeper.close, args=(run.hub.state(), run.aggregator))
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive() and is_locked(tmp_path), "the write in progress drops files of another broker"
+        go_on.set()
+        closing.join(60)
+    assert not is_locked(tmp_path) and RunFolder(tmp_path).good_versions() == (0, 1, 2)
+    assert (tmp_path / "model.safetensors").exists()
 
 
 def test_half_a_checkpoint_takes_no_room(tmp_path, monkeypatch):

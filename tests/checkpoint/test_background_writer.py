@@ -41,3 +41,14 @@ def test_one_write_at_a_time_and_the_wait_for_it_is_bounded():
     writer.begin()
     writer.start(2, lambda: order.append(2))
     assert writer.wait(60) and order == [1, 2]
+
+
+def test_a_write_for_which_there_is_no_thread_is_put_off(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    writer = BackgroundWriter("checkpoints", "training")
+    writer.begin()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    writer.start(1, lambda: None)
+    assert writer.unsaved and not writer.busy and writer.retry_at < inf

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 AGAIN_SECONDS = 10.0
 """A write that failed is tried again after this time."""
 CLOSE_SECONDS = 60.0
-"""At its end, the owner waits at most this long for the write that is in progress."""
+"""At its end, a node waits at most this long for the write that is in progress."""
 
 
 class BackgroundWriter:
@@ -62,7 +62,10 @@ class BackgroundWriter:
                 self.written(version)
                 self._idle.set()
 
-        threading.Thread(target=run, name="zmqtrain-checkpoint").start()
+        try:
+            threading.Thread(target=run, name="zmqtrain-checkpoint").start()
+        except RuntimeError as error:  # the system has no thread left
+            self.put_off(str(error))
 
     def put_off(self, why: str) -> None:
         """Abandon the write that was begun: nothing is written, and the owner saves again later."""

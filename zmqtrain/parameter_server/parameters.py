@@ -23,7 +23,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.checkpoint.background_writer import CLOSE_SECONDS, BackgroundWriter
+from zmqtrain.checkpoint.background_writer import BackgroundWriter
 from zmqtrain.checkpoint.files import read_arrays, write_arrays
 from zmqtrain.core.errors import (
     CheckpointError,
@@ -104,8 +104,7 @@ class ParameterKeeper:
         if self.writer.busy and not wait:
             self.writer.retry_at = 0.0
             return
-        if not self.writer.wait():
-            raise CheckpointError(f"{self._path} is still being written after {CLOSE_SECONDS:g} s: not the last keys")
+        self.writer.wait(None)
         path, arrays = self._path, store.arrays()
         versions = {key: entry.version for key, entry in store.entries.items()}
         text = json.dumps(state | {"versions": versions}, sort_keys=True)
