@@ -177,3 +177,10 @@ def test_whatever_lands_in_whatever_order_no_fragment_is_offered_more_often_than
         in_flight = [of[sequence] for sequence in offers.in_flight()]
         assert all(in_flight.count(fragment) == run.offers_in_flight for fragment in range(fragments))
         took(offers, version, *landed & set(offers.in_flight()))
+
+
+def test_offers_in_a_checkpoint_of_version_0_1_are_read_and_written_in_the_same_words():
+    plain = {"version": 29, "sequence": 31, "applied": [29], "on_their_way": [[30, 1]], "since": [[0, 1], [1, 0]]}
+    offers = Offers()
+    offers.restore(plain)
+    assert offers.to_plain() == plain and offers.in_flight() == (30,)

@@ -163,6 +163,15 @@ def test_who_goes_on_from_a_checkpoint_is_given_no_batch_twice(units, told):
     assert list(again.batches(of_unit))[:2] == [(7, 2), (8, 0)]
 
 
+def test_units_in_a_checkpoint_of_version_0_1_are_read_and_written_in_the_same_words(told):
+    units = Dealt(told)
+    local = units.to_plain()["next_local"]
+    units.restore({"held": [6, 7], "passed": [[6, 1 << 30], [7, 2]], "reached": 7, "next_local": local}, exactly=True)
+    assert units.to_plain() == {"held": [6, 7], "passed": [[6, 1 << 30], [7, 2]], "reached": 0, "next_local": local}
+    units.dealt(WorkUnit((6, 7), finished=True))
+    assert next(units.batches(of_unit)) == (7, 2)
+
+
 def test_while_no_unit_comes_there_is_none_and_the_end_of_the_data_ends_it(told):
     units = Dealt(told)
     coming = units.batches_within(of_unit, 0.0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from zmqtrain.train.contributions import MOST_SCORES, ContributionTracker, Drain
+from tests.train.scripted_exchange import ScriptedExchange
+from zmqtrain.train.contributions import MOST_SCORES, ContributionTracker, Drain, SyncSchedule
+from zmqtrain.train.keeping import pack_loop
 
 
 def test_what_is_withdrawn_stands_in_the_next_offer_and_what_has_landed_in_none():
@@ -93,3 +95,15 @@ def test_who_makes_no_offer_for_days_keeps_a_bounded_number_of_scores_the_newest
     counts = tracker.unsent(1)
     assert (counts.samples, counts.steps) == (8 * 3 * MOST_SCORES, 3 * MOST_SCORES)
     assert counts.scores[-1] == 3 * MOST_SCORES - 1 and len(counts.scores) >= 256
+
+
+def test_a_loop_in_a_checkpoint_of_version_0_1_is_read_and_written_in_the_same_words():
+    account = {
+        "step": 60, "samples": 1920, "counts": [30, 1, 28], "ages": [1, 2],
+        "unsaid": [[32, 1, [0.5], [0.25]]], "offered": [[29, 58, 0, 64, 2]],
+    }  # fmt: skip
+    rhythm = {"plan": [58, 60, 2, 1], "schedule": [2, 1]}
+    schedule = SyncSchedule(ScriptedExchange())
+    schedule.restore(rhythm)
+    facts, _ = pack_loop({}, {}, (), ContributionTracker.from_plain(account), schedule, False)
+    assert facts == {"trees": facts["trees"], "account": account, "rhythm": rhythm, "adopted": False}
