@@ -62,11 +62,6 @@ class FailureDetector:
         self._declared: set[int] = set()
         self._cut_off = False
 
-    @property
-    def hub_silence(self) -> float:
-        """Attended seconds since the hub was last heard."""
-        return self.attended - self._hub_heard
-
     def watch(self, rank: int) -> None:
         """Expect signs of life from this rank from now on."""
         self._heard[rank] = self.attended
