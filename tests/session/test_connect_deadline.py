@@ -48,6 +48,7 @@ def test_a_refusal_after_the_hub_has_answered_ends_nothing(monkeypatch: pytest.M
 
     async def main() -> None:
         async with limited(session("broken", PeerState.WELCOMED), 600.0):
-            await asyncio.sleep(0.1)
+            here = asyncio.current_task()
+            await asyncio.wait([task for task in asyncio.all_tasks() if task is not here])  # the watch has ended
 
     asyncio.run(main())
