@@ -148,7 +148,7 @@ TIMED_CONDITIONS: dict[str, dict[str, Any]] = {
         "faults": {"straggler": "cedar", "message_sigma": 0.05},
     },
 }
-"""Figure 3 and Figure 4 of the paper: how many messages the Async-FMB master waits for, and how many an update of the
+"""Figure 3 and Figure 4 of the paper: how many messages the Async-FMB broker waits for, and how many an update of the
 Async-Timed one has in the mean (the table counts them); the limit of an Async-Timed worker and into how many parts it
 cuts a batch, and what is done to the nodes."""
 TIMED_STEP = 0.25

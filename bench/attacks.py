@@ -201,8 +201,8 @@ def flood_small(place: Place, stop: threading.Event, random: Random) -> None:
 
 
 def flood_hellos(place: Place, stop: threading.Event, random: Random) -> None:
-    """Come in under ever new names, as nodes, processes, observers and masters, and never stay."""
-    role = random.choice(("node", "observer", "process", "master"))
+    """Come in under ever new names, as nodes, processes, observers and brokers, and never stay."""
+    role = random.choice(("node", "observer", "process", "broker"))
     with _dealer(place, _ids(random)[0]) as dealer:
         dealer.send(encode_message(Hello("x" * 5000, role, shard=1, address="tcp://10.0.0.9:1")))
         dealer.recv()

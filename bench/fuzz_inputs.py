@@ -49,7 +49,7 @@ TEXTS = (
         "node",
         "observer",
         "process",
-        "master",
+        "broker",
         "standby",
         "w",
         "float32",

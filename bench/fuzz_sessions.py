@@ -57,7 +57,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"release": "all", "mode": "strict", "start_nodes": 2, "units": 12, "initial": "founder"},
     {"initial": "own", "start_nodes": 2, "preemption": "score:patience=1,margin=0", "release": "immediately"},
     {"initial": "mean", "start_nodes": 2, "release": "count:contributions=2", "aggregate": "median"},
-    {"masters": 2, "initial": "founder", "release": "bounded:staleness=1"},
+    {"shards": 2, "initial": "founder", "release": "bounded:staleness=1"},
     {"max_staleness": 1, "stale": "drop", "aggregate": "clipped:factor=2", "staleness": "compensation:strength=0.1"},
     {"codec": "topk:density=0.5+int8", "broadcast_codec": "sign", "selection": "better", "release": "time:seconds=0.1"},
 )
@@ -71,7 +71,7 @@ class _Says:
         self.incarnation, self.said = incarnation, dict.fromkeys(range(len(PEERS)), 0)
         self.seed, self.settings = seed, canonical(RunSettings.from_dict(SETTINGS[seed]).at_first)
         self.records: list[Record] = []
-        self.layout = Layout(MODEL, self.settings.fragments_of(count_values(MODEL)), (0, self.settings.masters))
+        self.layout = Layout(MODEL, self.settings.fragments_of(count_values(MODEL)), (0, self.settings.shards))
         self.transfers = 0
 
     def say(self, who: int, message: Message, *frames: Buffer) -> None:
@@ -187,12 +187,12 @@ def _keys(seed: int) -> bytes:
     return says.bytes
 
 
-def _masters(seed: int) -> bytes:
+def _shards(seed: int) -> bytes:
     says = _Says(seed)
-    says.say(3, Hello("master", "master", shard=1, address="tcp://127.0.0.1:5556"))
+    says.say(3, Hello("broker", "broker", shard=1, address="tcp://127.0.0.1:5556"))
     says.join(0)
     says.say(3, Heartbeat(2.0))
-    says.say(4, Hello("master", "master", shard=1, address="tcp://127.0.0.1:5556"))
+    says.say(4, Hello("broker", "broker", shard=1, address="tcp://127.0.0.1:5556"))
     says.publish(0, 0)
     says.wait(1)
     return says.bytes
@@ -221,6 +221,6 @@ def honest_sessions() -> list[bytes]:
         _groups(0),
         _keys(0),
         _keys(1),
-        _masters(5),
+        _shards(5),
         _lockstep(0),
     ]

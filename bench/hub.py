@@ -6,7 +6,7 @@ Rule 1: no model is trained and no JAX runs: each node hands over the same float
 fragments in flight as keep the port full both ways, and takes back what comes.
 Rule 2: every node is a process in a namespace of its own, and so is the broker; all measure the same window.
 Rule 3: the limit is what must pass the busiest port one way, at the rate of plain TCP (0.956 of the port's), up and
-down at once: N deltas for one hub; for M masters on M of the N nodes, who do not send to themselves, what a ring needs
+down at once: N deltas for one hub; for M brokers on M of the N nodes, who do not send to themselves, what a ring needs
 where M = N: 2 (N - 1) / N of a delta.
 Rule 4: transport is what the network thread and the sockets use, of nodes and hubs together; codecs are counted apart.
 
@@ -54,7 +54,7 @@ class Case:
     """What one row measures. rate: of every port, bits per second; seconds: of the window; in_flight: fragments."""
 
     nodes: int = 4
-    masters: int = 1
+    shards: int = 1
     params: int = 25_000_000
     codec: str = "float32"
     fragments: int = 8
@@ -74,7 +74,7 @@ class Case:
             "release": "all",
             "outer": "sgd:rate=1",
             "start_nodes": self.nodes,
-            "masters": self.masters,
+            "shards": self.shards,
             "initial": "founder",
             "evaluate_seconds": 0.0,
             "heartbeat_seconds": HEARTBEAT_SECONDS,
@@ -84,9 +84,9 @@ class Case:
     def bytes_per_port(self) -> float:
         """What must pass the busiest port, one way, in one exchange of uncompressed deltas."""
         delta = 4.0 * self.params
-        if self.masters == 1:
+        if self.shards == 1:
             return self.nodes * delta
-        share = delta / self.masters  # a node that is a master sends the others' shares, and its own to the others
+        share = delta / self.shards  # a node that is a broker sends the others' shares, and its own to the others
         return (delta - share) + (self.nodes - 1) * share
 
 
@@ -94,11 +94,9 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Return what a command line asks for; leave with a message if it cannot be read."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--nodes", type=int, default=4, help="how many nodes (default %(default)s)")
-    parser.add_argument(
-        "--masters", type=int, nargs="+", default=[1], help="a row each; 1: one hub; more: on the nodes"
-    )
+    parser.add_argument("--shards", type=int, nargs="+", default=[1], help="a row each; 1: one hub; more: on the nodes")
     parser.add_argument("--params", type=float, default=25e6, help="of the model, float32 (default %(default)g)")
-    parser.add_argument("--fragments", type=int, default=8, help="of each master (default %(default)s)")
+    parser.add_argument("--fragments", type=int, default=8, help="of each broker (default %(default)s)")
     parser.add_argument(
         "--in-flight", type=int, default=4, help="fragments of a node on their way (default %(default)s)"
     )
@@ -124,21 +122,21 @@ def main() -> None:
     cases = [
         Case(
             nodes=options.nodes,
-            masters=masters,
+            shards=shards,
             params=int(options.params),
-            fragments=max(1, options.fragments // masters),
-            in_flight=max(1, options.in_flight // masters),
+            fragments=max(1, options.fragments // shards),
+            in_flight=max(1, options.in_flight // shards),
             rate=options.rate,
             seconds=options.seconds,
         )
-        for masters in options.masters
+        for shards in options.shards
     ]
     try:
         rows = [measure(case) for case in cases]
     except RuntimeError as error:
         raise SystemExit(f"hub: {error}") from error
     what = f"{options.nodes} nodes, every port {format_rate(options.rate)}"
-    print_table([{"": key} | {str(row["masters"]): row[key] for row in rows} for key in rows[0]], f"{what}, by masters")
+    print_table([{"": key} | {str(row["shards"]): row[key] for row in rows} for key in rows[0]], f"{what}, by brokers")
     if options.json:
         write_json(options.json, rows)
 
@@ -156,7 +154,7 @@ def _run(case: Case, star: Star) -> tuple[list[dict[str, Any]], list[dict[str, A
             one.answer()
             return one
 
-        hosts: list[Host] = ["hub"] if case.masters == 1 else list(range(case.masters))
+        hosts: list[Host] = ["hub"] if case.shards == 1 else list(range(case.shards))
         addresses = [star.hub_address if host == "hub" else star.node_address(host) for host in hosts]
         first = f"tcp://{addresses[0]}:{PORT}"
         brokers = [
@@ -183,7 +181,7 @@ def _run(case: Case, star: Star) -> tuple[list[dict[str, Any]], list[dict[str, A
 def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]], busy: float) -> dict[str, Any]:
     if not all(node["fragments"] for node in nodes):
         raise RuntimeError(f"a node got no aggregate back in {case.seconds:g} s: give more --seconds")
-    models = statistics.fmean(node["fragments"] / node["seconds"] for node in nodes) / (case.fragments * case.masters)
+    models = statistics.fmean(node["fragments"] / node["seconds"] for node in nodes) / (case.fragments * case.shards)
     limit = case.bytes_per_port / payload_rate(case.rate)
     moved = sum(node["bytes_sent"] + node["bytes_received"] for node in nodes) / 1e9
     trips = sorted(1e3 * trip for node in nodes for trip in node["round_trips"])
@@ -193,7 +191,7 @@ def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]],
 
     return {
         "nodes": case.nodes,
-        "masters": case.masters,
+        "shards": case.shards,
         "params": case.params,
         "codec": case.codec,
         "fragments": case.fragments,
@@ -221,11 +219,11 @@ def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]],
 def _be_broker(case: Case, shard: int, addresses: str) -> None:
     """Be one broker; answer `figures` with its statistics and its CPU seconds by thread."""
     from zmqtrain.broker.serve import BrokerThread
-    from zmqtrain.broker.standby import MasterPlace
+    from zmqtrain.broker.standby import ShardPlace
     from zmqtrain.core.settings import RunSettings
 
     told, (first, own) = commands(), json.loads(addresses)
-    place = MasterPlace(shard=shard, masters=case.masters, first=first, address=own) if shard else None
+    place = ShardPlace(shard=shard, shards=case.shards, first=first, address=own) if shard else None
     settings = None if place else RunSettings.from_dict(case.settings)
     with BrokerThread(f"tcp://*:{PORT}", settings, place=place) as broker:
         say({"listens": broker.address})

@@ -1,6 +1,6 @@
 """Measure how soon those who live hear of a loss: in each collective, exchange and push_pull, by kill -9 or unplugged.
 
-Rule 1: every rank is a process in a namespace of its own on the star; so are the broker and the masters.
+Rule 1: every rank is a process in a namespace of its own on the star; so are the broker and the brokers.
 Rule 2: a call is made again and again; in the midst of it one process kills itself, or loses its cable. The seconds are
 those from that moment until the last of the others has its PeerLost (one machine, one clock).
 Rule 3: all must name the one that was lost, and go on: ranks by `shrink`, with a sum that is right. What does not is an
@@ -42,7 +42,7 @@ COLLECTIVES = (
     *("reduce_scatter", "allgather", "broadcast", "reduce", "scatter", "gather", "all_to_all", "barrier"),
     *("send and recv", "exchange allreduce:ring"),
 )
-SERVER = ("push_pull: a master", "push_pull, bsp: a worker")
+SERVER = ("push_pull: a broker", "push_pull, bsp: a worker")
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -77,11 +77,11 @@ def measure(call: str, loss: str, nodes: int, midst_seconds: float) -> dict[str,
             children = [child(node, "rank", hub, str(nodes), str(node), call) for node in range(nodes)]
             victim = children[last]
         else:
-            master = child(last, "broker")
-            master.answer()
+            broker = child(last, "broker")
+            broker.answer()
             addresses = [hub, f"tcp://{star.node_address(last)}:{PORT}"]
             children = [child(node, "worker", str(node), str(last), *addresses) for node in range(last)]
-            victim = master if call == SERVER[0] else children[last - 1]
+            victim = broker if call == SERVER[0] else children[last - 1]
         _ready(children)
         for one in children:
             one.tell("go")
@@ -98,7 +98,7 @@ def measure(call: str, loss: str, nodes: int, midst_seconds: float) -> dict[str,
             for one in others:
                 one.tell("stop")
         answers = [one.answer(WAIT_SECONDS) for one in others]
-        if call == SERVER[0]:  # a server of fewer masters begins when all have left the old one
+        if call == SERVER[0]:  # a server of fewer brokers begins when all have left the old one
             answers = [one | more for one, more in zip(answers, ask_all(others, "again"), strict=True)]
     expected = {SERVER[0]: 1, SERVER[1]: None}.get(call, last)
     for answer in answers:
@@ -158,7 +158,7 @@ def _obey(stop: threading.Event) -> None:
 
 
 def _be_broker() -> None:
-    """Be the broker at which all meet, or one that is a master of the parameter server."""
+    """Be the broker at which all meet, or one that is a broker of the parameter server."""
     from zmqtrain.broker.serve import BrokerThread
     from zmqtrain.core.settings import RunSettings
 
@@ -223,7 +223,7 @@ def _calls(comm: Any, call: str) -> Callable[[], object]:
 
 
 def _be_worker(rank: str, workers: int, addresses: list[str]) -> None:
-    """Push and pull again and again, until a master is lost, or this is stopped."""
+    """Push and pull again and again, until a broker is lost, or this is stopped."""
     import zmqtrain as zt
 
     rules = {"consistency": "bsp", "optimizer": "sgd:rate=1", "workers": workers}

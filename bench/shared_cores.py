@@ -40,7 +40,7 @@ TURN_SECONDS = 0.004
 
 class Work(NamedTuple):
     """CPU seconds of one exchange. codec: of a node's codec thread.  sockets: of the rest of a node but its training.
-    rebase: of one node, where a processor subtracts and rebases.  hub: of a master's codec thread, all contributions.
+    rebase: of one node, where a processor subtracts and rebases.  hub: of a broker's codec thread, all contributions.
     hub_sockets: of the rest of it.  deltas: in one aggregate; 0: as many as there are nodes."""
 
     codec: float
@@ -50,13 +50,13 @@ class Work(NamedTuple):
     hub_sockets: float
     deltas: float = 0.0
 
-    def of_all(self, nodes: int, masters: int = 1, weight: float = 1.0) -> float:
+    def of_all(self, nodes: int, shards: int = 1, weight: float = 1.0) -> float:
         """Return what one exchange of all hosts costs, but for what the training threads do themselves.
 
         weight: that the work of codec threads is counted with.
         """
         in_nodes = nodes * (weight * self.codec + self.sockets + self.rebase)
-        return in_nodes + masters * (weight * self.hub + self.hub_sockets)
+        return in_nodes + shards * (weight * self.hub + self.hub_sockets)
 
 
 class Shared(NamedTuple):
@@ -73,7 +73,7 @@ def work_of(wish: Wish, codec: str, fragments: int, in_flight: int = 0) -> Work:
 
     def costs(bytes_up: int, bytes_down: int) -> ExchangeCosts:
         return exchange_costs(
-            wish.parameters / fragments, bytes_up, bytes_down, codec, broadcast_codec, wish.nodes, wish.masters,
+            wish.parameters / fragments, bytes_up, bytes_down, codec, broadcast_codec, wish.nodes, wish.shards,
             step_on="host", codec_on="host", in_flight=in_flight,
         )  # fmt: skip
 
@@ -95,13 +95,13 @@ def load_on(wish: Wish, codec: str, fragments: int, cores: int, work: Work) -> L
     """
     load = load_of(replace(wish, share=1.0), codec, wish.broadcast_codec or codec, fragments)
     hub = work.hub + work.hub_sockets
-    node = max(work.codec + work.sockets, work.of_all(wish.nodes, wish.masters) / cores - hub)
+    node = max(work.codec + work.sockets, work.of_all(wish.nodes, wish.shards) / cores - hub)
     return replace(load, node_seconds=node, hub_seconds=hub, held_seconds=DISPATCH_SECONDS)
 
 
 def fit_on(load: Load, work: Work, cores: int) -> Schedule:
     """Return the k and d that a plan takes, if the cores, too, are to be busy for no more than it lets any stage be."""
-    fitting, total = fit(load), work.of_all(load.nodes, load.masters)
+    fitting, total = fit(load), work.of_all(load.nodes, load.shards)
     return replace(fitting, every=max(fitting.every, ceil(total / cores / BUSIEST / load.step_seconds)))
 
 
@@ -120,13 +120,13 @@ def predict_on(load: Load, work: Work, schedule: Schedule, cores: int, step_cpu_
     sleeps.
     """
     plain = predict(replace(load, held_seconds=0.0), schedule)
-    total = work.of_all(load.nodes, load.masters)
+    total = work.of_all(load.nodes, load.shards)
     apart = min(1.0, (work.deltas or load.nodes) / load.nodes)
     period = max(plain.period_steps * apart, total / cores / load.step_seconds)
     in_steps, held = period * step_cpu_seconds, load.held_seconds
     beside_rebase = min(held, work.rebase / cores) / cores
     own, waking = in_steps + held, period * TURN_SECONDS / 2
-    heard = work.of_all(load.nodes, load.masters, CODEC_WEIGHT) + load.nodes * own
+    heard = work.of_all(load.nodes, load.shards, CODEC_WEIGHT) + load.nodes * own
     asleep, late = period * load.step_seconds, held
     for _ in range(ROUNDS):
         more = slowdown(min(FULL, heard / (asleep + late) / cores), cores) - 1

@@ -4,7 +4,7 @@ Rule 1: what is simulated is a run under its own plan, with the same machines, r
 of a few fragments' blocks stands for the real one, and rates and codec times are scaled by what it is smaller: every
 transfer takes as long as the real one's, but arithmetic is cheap.  Rule 2: nothing is learned: a step takes its
 time and moves the parameters a little.  Rule 3: joining is left out: ports are free until all are there.
-Rule 4: the simulator knows one hub; with several masters there is the formula alone.
+Rule 4: the simulator knows one hub; with several brokers there is the formula alone.
 Rule 5: with --check, the same case is measured on the star, whose hosts share this machine's cores: the formula is told
 so, and what an exchange costs them, measured in a run before; the measured figures stand beside the predicted ones.
 
@@ -48,7 +48,7 @@ __all__ = ["Simulated", "simulate_plan", "predict_cases", "check_on_star", "draw
 
 NODES = (4, 8, 16, 32, 64, 128, 256)
 HUB_RATES = ("1gbit", "2.5gbit", "10gbit")
-MASTERS = (1, 2, 4)
+SHARDS = (1, 2, 4)
 LATENCY_SECONDS = 0.0002
 WARM_EXCHANGES, WINDOW_EXCHANGES = 2, 10
 BLOCKS = 4
@@ -140,10 +140,10 @@ class _Still:
 
 
 def simulate_plan(plan: RunPlan, seed: int = 0) -> Simulated:
-    """Simulate a run of one hub under its plan. Raises ConfigError for a plan with several masters."""
+    """Simulate a run of one hub under its plan. Raises ConfigError for a plan with several brokers."""
     wish, load = plan.wish, plan.load
-    if wish.masters > 1:
-        raise ConfigError("the simulator knows one hub; plans with several masters are predicted by the formula alone")
+    if wish.shards > 1:
+        raise ConfigError("the simulator knows one hub; plans with several brokers are predicted by the formula alone")
     values = BLOCKS * BLOCK_VALUES
     program = _Still(values * load.fragments)
     layout = Layout((LeafSpec("w", (program.values,), "float32"),), load.fragments)
@@ -218,18 +218,18 @@ def simulate_plan(plan: RunPlan, seed: int = 0) -> Simulated:
 
 
 def predict_cases(
-    wish: Wish, nodes: Sequence[int], hub_bits: Sequence[float], masters: Sequence[int], simulated: int
+    wish: Wish, nodes: Sequence[int], hub_bits: Sequence[float], shards: Sequence[int], simulated: int
 ) -> Iterator[dict[str, Any]]:
-    """Give one row per hub, number of masters and number of nodes; with one master, up to `simulated` nodes are."""
+    """Give one row per hub, number of brokers and number of nodes; with one broker, up to `simulated` nodes are."""
     for bits in hub_bits:
-        for count in masters:
+        for count in shards:
             for number in nodes:
-                plan = make_plan(replace(wish, nodes=number, hub_bits=bits, masters=count))
+                plan = make_plan(replace(wish, nodes=number, hub_bits=bits, shards=count))
                 predicted = plan.prediction
                 row: dict[str, Any] = {
                     "nodes": number,
                     "hub": bits / 1e9,
-                    "masters": count,
+                    "shards": count,
                     "fragments": plan.fragments,
                     "k": plan.schedule.every,
                     "d": plan.schedule.delay,
@@ -314,12 +314,12 @@ def draw(rows: Sequence[dict[str, Any]], file: Path, title: str) -> None:
     )
     figure, axes = pyplot.subplots(1, len(panels), figsize=(14, 4.2), constrained_layout=True)
     hubs = list(dict.fromkeys(row["hub"] for row in rows))
-    styles = dict(zip(dict.fromkeys(row["masters"] for row in rows), ("-", "--", ":", "-."), strict=False))
+    styles = dict(zip(dict.fromkeys(row["shards"] for row in rows), ("-", "--", ":", "-."), strict=False))
     for axis, (column, label) in zip(axes, panels, strict=True):
         for hub, colour in zip(hubs, COLOURS, strict=False):
-            for masters, style in styles.items():
-                line = [row for row in rows if (row["hub"], row["masters"]) == (hub, masters)]
-                name = f"hub {hub:g} Gb/s" + (f", {masters} masters" if masters > 1 else "")
+            for shards, style in styles.items():
+                line = [row for row in rows if (row["hub"], row["shards"]) == (hub, shards)]
+                name = f"hub {hub:g} Gb/s" + (f", {shards} brokers" if shards > 1 else "")
                 axis.plot(
                     [row["nodes"] for row in line], [row[column] for row in line], style, color=colour, label=name
                 )
@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--link", default="1gbit", help="of every node's port (default %(default)s)")
     parser.add_argument("--hub-link", nargs="+", default=list(HUB_RATES), help="of the hub's port, a row each")
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES), help="a row each")
-    parser.add_argument("--masters", type=int, nargs="+", default=list(MASTERS), help="a row each")
+    parser.add_argument("--shards", type=int, nargs="+", default=list(SHARDS), help="a row each")
     parser.add_argument("--simulate-up-to", type=int, default=64, metavar="NODES", help="more are predicted only")
     parser.add_argument(
         "--figure", type=Path, metavar="FILE", help=f"draw here; 'docs' is {FIGURE.name} in docs/figures"
@@ -385,7 +385,7 @@ def _rows(options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
             check_on_star(star, cores, options.steps)
         ), f"{what.replace(f'{options.step_ms:g}', '50')}, on {cores} cores"
     hubs = [parse_rate(rate, "--hub-link") for rate in options.hub_link]
-    return list(predict_cases(wish, options.nodes, hubs, options.masters, options.simulate_up_to)), what
+    return list(predict_cases(wish, options.nodes, hubs, options.shards, options.simulate_up_to)), what
 
 
 if __name__ == "__main__":

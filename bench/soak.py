@@ -6,8 +6,8 @@ Rule 1: every process is one of its own, in Python's development mode, with Reso
 could catch, there or at its end, is counted, and must be nothing.
 Rule 2: nodes come and go: each leaves now and then and joins again, in its process, so that what a node holds after
 `close` would add up. A visitor opens and closes one public thing after another (a node, an observer, a node of several
-masters, a communicator, a client of keys, an engine, a training loop, a broker) and counts what is left of each:
-threads, asyncio tasks, file descriptors. The masters that it visits are a process like the others: their line to each
+brokers, a communicator, a client of keys, an engine, a training loop, a broker) and counts what is left of each:
+threads, asyncio tasks, file descriptors. The brokers that it visits are a process like the others: their line to each
 other, which is made anew when it is lost, is none of the visitor's descriptors. They count what is left when all
 guests have gone.
 Rule 3: what a process holds is read from outside, by the kernel's figures. Growth is the Theil-Sen slope over the
@@ -55,7 +55,7 @@ ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """What one run is made of. step_seconds: of an emulated step.  stay_seconds: after which a node leaves and joins
-    again.  sample_seconds: between two looks.  visits: whether there is a visitor, and two masters for it."""
+    again.  sample_seconds: between two looks.  visits: whether there is a visitor, and two brokers for it."""
 
     minutes: float = 120.0
     nodes: int = 3
@@ -174,7 +174,7 @@ def _run(case: Case, here: Here, folder: Path) -> list[dict[str, Any]]:
         try:
             servers = [start("broker", "broker", str(folder / "checkpoint"))]
             if case.visits:
-                servers.append(start("masters", "masters"))
+                servers.append(start("shards", "shards"))
             addresses = [server.answer()["address"] for server in servers]
             guests = [start(f"node {number}", "node", addresses[0], str(number)) for number in range(case.nodes)]
             if case.visits:
@@ -275,35 +275,35 @@ def _be_node(case: Case, address: str, number: str) -> None:
     say({"steps": steps, "aggregates": aggregates, "noted": noted()})
 
 
-def _be_masters(case: Case) -> None:
+def _be_shards(case: Case) -> None:
     import visits
 
     noted, told = watch_unraisable(), commands()
-    with visits.Masters() as masters:
+    with visits.Shards() as shards:
         first = count_left()
-        visits.VISITS["node of two masters"]("", masters.first)  # what is made once in a run is made now
+        visits.VISITS["node of two brokers"]("", shards.first)  # what is made once in a run is made now
         before = count_left(first)
-        say({"address": masters.first})
+        say({"address": shards.first})
         told.get()
         left = count_left(before).beyond(before)
     say({"noted": [*noted(), *left]})
 
 
-def _be_visitor(case: Case, address: str, masters: str) -> None:
+def _be_visitor(case: Case, address: str, shards: str) -> None:
     import visits
 
     noted, told = watch_unraisable(), commands()
-    visits.visit_all(address, masters)  # what is made once in a process is made now
+    visits.visit_all(address, shards)  # what is made once in a process is made now
     say({"visited": True})
     rounds, wrong = 0, []
     while told.empty():
-        wrong += [f"in round {rounds}, {what}" for what in visits.visit_all(address, masters)]
+        wrong += [f"in round {rounds}, {what}" for what in visits.visit_all(address, shards)]
         rounds += 1
         time.sleep(0.2)
     say({"steps": rounds, "noted": [*noted(), *wrong]})
 
 
-_ROLES = {"broker": _be_broker, "node": _be_node, "masters": _be_masters, "visitor": _be_visitor}
+_ROLES = {"broker": _be_broker, "node": _be_node, "shards": _be_shards, "visitor": _be_visitor}
 
 if __name__ == "__main__":
     main()

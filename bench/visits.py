@@ -2,7 +2,7 @@
 
 Rule 1: each visit is a function that gives back all it takes; `visit_all` counts threads, tasks and file descriptors
 around it.  Rule 2: what a visit connects to and does not open itself is at the two addresses that it is given: of a
-broker, and of the first of the two masters of a run (`Masters`).
+broker, and of the first of the two brokers of a run (`Shards`).
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ import optax
 
 import zmqtrain as zt
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.broker.standby import MasterPlace
+from zmqtrain.broker.standby import ShardPlace
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.synchronous.exchanges import open_gradients, read_exchange, unit_wait_seconds
 
 from vitals import count_left
 
-__all__ = ["VISITS", "Masters", "visit_all"]
+__all__ = ["VISITS", "Shards", "visit_all"]
 
 ANYWHERE = "tcp://127.0.0.1:0"
 SETTINGS = {"every": 1, "delay": 1, "evaluate_seconds": 0.0, "initial": "founder"}
 WAIT_SECONDS = 30.0
 
 
-class Masters:
-    """The two masters of a run.  They are connected with each other, anew whenever that line is lost: who counts
+class Shards:
+    """The two brokers of a run.  They are connected with each other, anew whenever that line is lost: who counts
     strictly what a visit leaves has them in another process."""
 
     def __init__(self) -> None:
-        first = BrokerThread(ANYWHERE, RunSettings.from_dict(SETTINGS | {"masters": 2}))
-        place = MasterPlace(shard=1, masters=2, first=first.address, wait_seconds=WAIT_SECONDS)
+        first = BrokerThread(ANYWHERE, RunSettings.from_dict(SETTINGS | {"shards": 2}))
+        place = ShardPlace(shard=1, shards=2, first=first.address, wait_seconds=WAIT_SECONDS)
         self._brokers = [first, BrokerThread(ANYWHERE, None, place=place)]
 
     @property
     def first(self) -> str:
-        """The address of the first of the masters."""
+        """The address of the first of the brokers."""
         return self._brokers[0].address
 
-    def __enter__(self) -> Masters:
+    def __enter__(self) -> Shards:
         return self
 
     def __exit__(
@@ -96,7 +96,7 @@ def _broker(**settings: Any) -> Iterator[str]:
         yield broker.address
 
 
-def _broker_alone(address: str, masters: str) -> None:
+def _broker_alone(address: str, shards: str) -> None:
     with _broker():
         pass
 
@@ -109,26 +109,26 @@ def _train(address: str) -> None:
             params = sync.step(jax.tree.map(lambda leaf: leaf + 0.01, params), samples=1)
 
 
-def _node(address: str, masters: str) -> None:
+def _node(address: str, shards: str) -> None:
     with _broker() as own:
         _train(own)
 
 
-def _masters_node(address: str, masters: str) -> None:
-    _train(masters)
+def _shards_node(address: str, shards: str) -> None:
+    _train(shards)
 
 
-def _observer(address: str, masters: str) -> None:
+def _observer(address: str, shards: str) -> None:
     with zt.connect(address, "visitor", observer=True):
         pass
 
 
-def _training_loop(address: str, masters: str) -> None:
+def _training_loop(address: str, shards: str) -> None:
     with _broker(units=2) as own, zt.connect(own, "visitor") as node:
         zt.TrainingLoop(REGRESSION, node).run(node.batches(REGRESSION))
 
 
-def _gradient_loop(address: str, masters: str) -> None:
+def _gradient_loop(address: str, shards: str) -> None:
     choice = read_exchange("allreduce:size=1")
     assert choice is not None
     with _broker(units=2) as own, zt.connect(own, "visitor", exchange=choice.name) as node:
@@ -136,7 +136,7 @@ def _gradient_loop(address: str, masters: str) -> None:
         zt.GradientLoop(REGRESSION, node, partial(open_gradients, choice, node, (None, None))).run(batches)
 
 
-def _communicator(address: str, masters: str) -> None:
+def _communicator(address: str, shards: str) -> None:
     def take_part(rank: int) -> None:
         with zt.Communicator.create(address, 2, rank, group="visit", name=f"visitor-{rank}") as group:
             group.allreduce(np.full(100_000, rank, np.float32))
@@ -147,14 +147,14 @@ def _communicator(address: str, masters: str) -> None:
             done.result(WAIT_SECONDS)
 
 
-def _parameter_client(address: str, masters: str) -> None:
+def _parameter_client(address: str, shards: str) -> None:
     with zt.ParameterClient.connect(address, name="visitor") as client:
         client.init("visited", np.zeros(1000, np.float32))
         client.push("visited", np.ones(1000, np.float32))
         client.pull("visited")
 
 
-def _engine(address: str, masters: str) -> None:
+def _engine(address: str, shards: str) -> None:
     with zt.Engine(workers=2) as engine:
         number = engine.variable(1)
         engine.push(lambda: None, read=[number])
@@ -164,7 +164,7 @@ def _engine(address: str, masters: str) -> None:
 VISITS: dict[str, Callable[[str, str], None]] = {
     "broker": _broker_alone,
     "node": _node,
-    "node of two masters": _masters_node,
+    "node of two brokers": _shards_node,
     "observer": _observer,
     "training loop": _training_loop,
     "gradient loop": _gradient_loop,
@@ -174,11 +174,11 @@ VISITS: dict[str, Callable[[str, str], None]] = {
 }
 
 
-def visit_all(address: str, masters: str) -> list[str]:
-    """Make every visit; return what was left after each. address: of a broker.  masters: of the first of two."""
+def visit_all(address: str, shards: str) -> list[str]:
+    """Make every visit; return what was left after each. address: of a broker.  brokers: of the first of two."""
     wrong = []
     for name, visit in VISITS.items():
         before = count_left()
-        visit(address, masters)
+        visit(address, shards)
         wrong += [f"after a {name}: {what}" for what in count_left(before).beyond(before)]
     return wrong

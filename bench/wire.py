@@ -38,7 +38,7 @@ ROWS: dict[str, efficiency.Case | hub.Case] = {
     "100M, N=2": replace(LARGE, nodes=2),
     "1M, 2,000 exchanges": efficiency.Case(params=1_000_000, every=1, delay=2, steps=2200),
     "dense, one hub": hub.Case(),
-    "dense, 4 masters": hub.Case(masters=4, fragments=8, in_flight=4),
+    "dense, 4 brokers": hub.Case(shards=4, fragments=8, in_flight=4),
 }
 """By name: what is measured. Each is one run of `efficiency.py` or `hub.py` on a star of its own."""
 
@@ -86,7 +86,7 @@ def _bars() -> list[Bar]:
         Bar("dense, one hub: exchange / limit", ("dense, one hub",), _of("exchange_over_limit"), 1.10),
         Bar("transport CPU, s per GB", ("dense, one hub",), _of("transport_cpu_s_per_gb"), 1.0),
         Bar("heartbeat p99 under bulk, ms", ("dense, one hub",), _of("heartbeat_p99_ms"), 10.0),
-        Bar("dense, 4 masters: exchange / ring's limit", ("dense, 4 masters",), _of("exchange_over_limit"), 1.2),
+        Bar("dense, 4 brokers: exchange / ring's limit", ("dense, 4 brokers",), _of("exchange_over_limit"), 1.2),
         Bar("2,000 exchanges: memory of a node, end / middle", soak, _of("node_rss_late_growth"), 1.01),
         Bar("2,000 exchanges: memory of the hub, end / begin", soak, _of("hub_rss_growth"), 1.02),
     ]

@@ -48,7 +48,7 @@ class NumpyNode:
         self.random = np.random.default_rng(1000 + number)
         self.line = Line()
         self.peer = Peer(self.id, self.id)
-        self.peer.founding = 1  # said to another master than the first: whoever comes first founds
+        self.peer.founding = 1  # said to another broker than the first: whoever comes first founds
         self.coder = DeltaCoder(world.model, world.settings, shard=world.shard)
         self.inbox = Inbox()
         self.layout = self.coder.layout

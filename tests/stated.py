@@ -6,7 +6,7 @@ from zmqtrain.core.types import ExchangeState, StepSchedule
 
 
 class Stated:
-    """An exchange of one master, and a population of which it is one. pace: gives that of this node and of all."""
+    """An exchange of one broker, and a population of which it is one. pace: gives that of this node and of all."""
 
     unreachable = ()
     founded = True

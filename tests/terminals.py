@@ -17,7 +17,7 @@ class PseudoTerminal:
     """A terminal of so many columns and 40 lines.  child: the descriptor that a program writes to."""
 
     def __init__(self, columns: int = 100) -> None:
-        self._master, self.child = os.openpty()
+        self._shard, self.child = os.openpty()
         fcntl.ioctl(self.child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self._shown = ""
         self._changed = threading.Condition()
@@ -27,7 +27,7 @@ class PseudoTerminal:
     def _read(self) -> None:
         while True:
             try:
-                some = os.read(self._master, 65536)
+                some = os.read(self._shard, 65536)
             except OSError:  # nobody holds the other end any more
                 some = b""
             with self._changed:
@@ -52,7 +52,7 @@ class PseudoTerminal:
     def close(self) -> None:
         """Close both ends."""
         self.end()
-        os.close(self._master)
+        os.close(self._shard)
 
 
 @contextlib.contextmanager

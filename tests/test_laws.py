@@ -24,7 +24,7 @@ from zmqtrain.protocol.messages import Aggregate
 from zmqtrain.protocol.schedules import Plan, Replanning
 
 WIDE = (LeafSpec("w", (9, 4096), "float32"), LeafSpec("b", (7,), "float32"), LeafSpec("v", (5000,), "float32"))
-"""Twelve blocks: up to three fragments of each of four masters."""
+"""Twelve blocks: up to three fragments of each of four brokers."""
 
 
 def happen(world, event, number):
@@ -218,19 +218,19 @@ def test_a_hub_that_comes_back_without_a_schedule_that_nodes_know_takes_their_de
     world.check_the_end()
 
 
-@pytest.mark.parametrize("masters", [2, 4])
+@pytest.mark.parametrize("shards", [2, 4])
 @settings(max_examples=12, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
 @given(
     run=SETTINGS,
     nodes=st.integers(1, 3),
     events=st.lists(st.tuples(st.sampled_from(USUAL + FAULTS), st.integers(0, 11)), min_size=20, max_size=60),
 )
-def test_the_laws_hold_at_each_of_several_masters_whatever_befalls_the_others(masters, run, nodes, events):
-    run = replace(run, masters=masters, initial="founder")
-    worlds = [live_world(run, nodes, model=WIDE, shard=shard) for shard in range(masters)]
+def test_the_laws_hold_at_each_of_several_shards_whatever_befalls_the_others(shards, run, nodes, events):
+    run = replace(run, shards=shards, initial="founder")
+    worlds = [live_world(run, nodes, model=WIDE, shard=shard) for shard in range(shards)]
     for turn, (event, number) in enumerate(events):
         for shard, world in enumerate(worlds):
-            fails = event in FAULTS and turn % masters != shard
+            fails = event in FAULTS and turn % shards != shard
             happen(world, "settle" if fails else event, number)
     for world in worlds:
         world.drain()

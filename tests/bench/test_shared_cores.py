@@ -67,7 +67,7 @@ def test_what_was_measured_takes_the_place_of_the_table_and_the_bytes_stay() -> 
 def test_the_table_is_shared_out_among_codecs_sockets_and_rebase() -> None:
     table = work_of(WISH, "ternary", 1)
     assert all(seconds > 0 for seconds in table[:-1])
-    assert table.of_all(4, masters=2) == pytest.approx(table.of_all(4) + table.hub + table.hub_sockets)
+    assert table.of_all(4, shards=2) == pytest.approx(table.of_all(4) + table.hub + table.hub_sockets)
     codecs = 4 * table.codec + table.hub
     assert table.of_all(4, weight=0.5) == pytest.approx(table.of_all(4) - codecs / 2)
     later = work_of(WISH, "ternary", 1, in_flight=2)

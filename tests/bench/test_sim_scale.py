@@ -31,21 +31,21 @@ def test_offers_that_do_not_fit_are_put_off_and_no_more_than_the_formula_says_fo
     assert run.efficiency == pytest.approx(plan.prediction.efficiency, abs=0.03)
 
 
-def test_a_plan_with_several_masters_is_not_simulated():
+def test_a_plan_with_several_shards_is_not_simulated():
     with pytest.raises(ConfigError, match="knows one hub"):
-        simulate_plan(make_plan(replace(WISH, masters=2)))
+        simulate_plan(make_plan(replace(WISH, shards=2)))
 
 
 def test_every_row_has_the_formula_and_those_of_one_hub_the_simulator_beside_it():
     rows = list(predict_cases(WISH, (2, 3), (1e9, 2.5e9), (1, 2), simulated=2))
-    assert [(row["hub"], row["masters"], row["nodes"], "sim_age" in row) for row in rows] == [
+    assert [(row["hub"], row["shards"], row["nodes"], "sim_age" in row) for row in rows] == [
         (1.0, 1, 2, True), (1.0, 1, 3, False), (1.0, 2, 2, False), (1.0, 2, 3, False),
         (2.5, 1, 2, True), (2.5, 1, 3, False), (2.5, 2, 2, False), (2.5, 2, 3, False),
     ]  # fmt: skip
 
 
 def test_the_command_prints_draws_and_writes(tmp_path, capsys):
-    arguments = ["--params", "1M", "--nodes", "2", "--hub-link", "1gbit", "--masters", "1", "--step-ms", "20"]
+    arguments = ["--params", "1M", "--nodes", "2", "--hub-link", "1gbit", "--shards", "1", "--step-ms", "20"]
     main([*arguments, "--figure", str(tmp_path / "scale.png"), "--json", str(tmp_path / "scale.json")])
     assert "sim_efficiency" in capsys.readouterr().out
     assert (tmp_path / "scale.png").stat().st_size > 10_000

@@ -270,7 +270,7 @@ def test_a_run_is_ended_by_an_operator_alone_and_a_stranger_costs_it_nothing(tmp
         peers.wire.say("a#1", WorkRequest((), 0, True))
         peers.wire.say("a#1", Goodbye())
         await peers.until(lambda: peers.told("op#1", Goodbye))
-        assert peers.told("op#1", Goodbye) == [Goodbye(RUN_OVER)], "a standby, and other masters, end by this too"
+        assert peers.told("op#1", Goodbye) == [Goodbye(RUN_OVER)], "a standby, and other brokers, end by this too"
 
     with caplog.at_level("INFO"):
         lived(story, tmp_path, operator=operator)

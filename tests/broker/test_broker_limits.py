@@ -102,12 +102,12 @@ def test_a_peer_whose_messages_take_the_loops_time_is_shown_out_and_nothing_more
     assert caplog.text.count("sending b away: its messages take more than 2%") == 1
 
 
-def test_with_the_keys_of_a_node_nobody_is_the_standby_or_the_master_of_a_shard():
+def test_with_the_keys_of_a_node_nobody_is_the_standby_or_the_shard_of_a_shard():
     async def story(peers):
         peers.broker.core.access.has_hub_keys = lambda peer: peer == "s#1"
         address = "tcp://10.0.0.9:1"
         peers.wire.say("x#1", Hello("x", "standby", address=address))
-        peers.wire.say("y#1", Hello("y", "master", shard=1, address=address))
+        peers.wire.say("y#1", Hello("y", "broker", shard=1, address=address))
         peers.wire.say("s#1", Hello("s", "standby", address=address))
         await peers.until(lambda: peers.told("s#1", Welcome))
         assert [refused.reason for who in ("x#1", "y#1") for refused in peers.told(who, Refused)] == ["keys", "keys"]

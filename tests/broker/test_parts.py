@@ -1,4 +1,4 @@
-"""The parts of a model that several masters write, and the one file that they make."""
+"""The parts of a model that several brokers write, and the one file that they make."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MODEL = (LeafSpec("w", (3, 5000), "float32"), LeafSpec("scalar", (), "float32"),
 LEAVES = [np.arange(15000, dtype=np.float32).reshape(3, 5000), np.float32(7).reshape(()), np.zeros((0, 4), np.float32)]
 
 
-def aggregator_of(shard, masters, model=MODEL, leaves=LEAVES, **settings):
-    made = Aggregator(fixed_run(masters=masters, **settings), shard)
+def aggregator_of(shard, shards, model=MODEL, leaves=LEAVES, **settings):
+    made = Aggregator(fixed_run(shards=shards, **settings), shard)
     made.plan(model)
     made.found(encode_snapshot(made.layout, made.layout.split(leaves)))
     return made
 
 
-def export(folder, shard, masters=3, run="run-1", **facts):
-    made = aggregator_of(shard, masters, **facts)
+def export(folder, shard, shards=3, run="run-1", **facts):
+    made = aggregator_of(shard, shards, **facts)
     folder.mkdir(parents=True, exist_ok=True)
     facts = ModelFacts(run=run, version=5, newest=5, program="text", leaves=made.layout.spec)
     return export_part(folder, made.arrays(), made.layout, facts)
@@ -39,7 +39,7 @@ def export(folder, shard, masters=3, run="run-1", **facts):
 
 @pytest.fixture
 def folders(tmp_path):
-    folders = [tmp_path / f"master-{shard}" for shard in range(3)]
+    folders = [tmp_path / f"broker-{shard}" for shard in range(3)]
     for shard, folder in enumerate(folders):
         assert export(folder, shard) == folder / part_file(shard, 3)
     return folders
@@ -57,7 +57,7 @@ def test_all_parts_in_any_order_are_the_model(folders, tmp_path):
     assert (facts.run, facts.version, facts.program, facts.leaves) == ("run-1", 5, "text", MODEL)
 
 
-def test_the_folder_of_all_masters_is_enough_and_the_versions_are_said(tmp_path, caplog):
+def test_the_folder_of_all_shards_is_enough_and_the_versions_are_said(tmp_path, caplog):
     for shard in range(3):
         export(tmp_path / f"shard-{shard}", shard)
     with caplog.at_level("INFO"):
@@ -65,8 +65,8 @@ def test_the_folder_of_all_masters_is_enough_and_the_versions_are_said(tmp_path,
     assert "of the versions 5 (shard 0), 5 (shard 1), 5 (shard 2)" in caplog.text
 
 
-def test_one_master_writes_the_whole_model_as_it_is(tmp_path):
-    path = export(tmp_path, 0, masters=1)
+def test_one_shard_writes_the_whole_model_as_it_is(tmp_path):
+    path = export(tmp_path, 0, shards=1)
     assert path.name == "model.safetensors" and load_file(path)["w"].shape == (3, 5000)
 
 
@@ -81,15 +81,15 @@ def test_parts_that_are_not_one_model_are_refused_with_which_and_why(folders, tm
     refused("of the 3 shards of run-1 these are missing: 1, 2; name the --checkpoint folders", [first], tmp_path)
     refused("are both of shard 1", [second, second / part_file(1, 3), first, third], tmp_path)
     refused("not of the same run: run-1 and run-2", [first, second, export(tmp_path / "a", 2, run="run-2")], tmp_path)
-    refused("not of the same number of masters: 3 and 4", [first, export(tmp_path / "b", 1, masters=4)], tmp_path)
+    refused("not of the same number of brokers: 3 and 4", [first, export(tmp_path / "b", 1, shards=4)], tmp_path)
     other = {"model": (LeafSpec("w", (5, 3000), "float32"),), "leaves": [LEAVES[0].reshape(5, 3000)]}
     refused("not of the same model", [first, second, export(tmp_path / "c", 2, **other)], tmp_path)
-    refused("no part of a model in .*nowhere: a master writes it .* when it ends", [tmp_path / "nowhere"], tmp_path)
+    refused("no part of a model in .*nowhere: a broker writes it .* when it ends", [tmp_path / "nowhere"], tmp_path)
     refused("no parts are given", [], tmp_path)
 
 
 def test_files_that_are_no_parts_are_refused(folders, tmp_path):
-    whole = export(tmp_path / "whole", 0, masters=1)
+    whole = export(tmp_path / "whole", 0, shards=1)
     refused("is no part of a model", [whole], tmp_path)
     torn = folders[0] / part_file(0, 3)
     torn.write_bytes(torn.read_bytes()[:100])
@@ -124,8 +124,8 @@ DEEP = "[" * 10**5 + "]" * 10**5
 @pytest.mark.parametrize(
     "change",
     [
-        {"masters": 10**9},
-        {"masters": 0},
+        {"shards": 10**9},
+        {"shards": 0},
         {"shard": -1},
         {"version": float("inf")},
         {"version": -5},
@@ -150,7 +150,7 @@ def test_a_part_that_says_what_cannot_be_is_refused_in_one_sentence_and_at_once(
 
 def test_parts_that_are_nested_deeply_or_miss_thousands_of_others_are_refused_in_one_sentence(folders, tmp_path):
     path = folders[0] / part_file(0, 3)
-    for text in (DEEP, json.dumps({"run": "r", "version": 1, "shard": 0, "masters": 9999, "leaves": []})):
+    for text in (DEEP, json.dumps({"run": "r", "version": 1, "shard": 0, "shards": 9999, "leaves": []})):
         write_arrays(path, {"w": np.zeros(1, np.float32)}, {"format": "zmqtrain part 1", "part": text})
         with pytest.raises(CheckpointError) as raised:
             merge_parts([path], tmp_path / "model.safetensors")

@@ -80,7 +80,7 @@ def test_importing_the_umbrella_and_the_broker_loads_no_jax() -> None:
     assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_the_first_of_several_masters_says_how_the_others_are_started() -> None:
+def test_the_first_of_several_shards_says_how_the_others_are_started() -> None:
     here = "tcp://127.0.0.1:5555"
     *_, others, line = greeting(BrokerConfig(shard="0/4", bind=here), "run-1", -1, here, None).splitlines()
     assert "I = 1 to 3" in others and line.endswith(f"zmqtrain-broker --shard I/4 --first {here} --insecure")
@@ -89,7 +89,7 @@ def test_the_first_of_several_masters_says_how_the_others_are_started() -> None:
     assert "resumed at version 7: shard 2/4, which nodes reach at tcp://127.0.0.1:6000" in said and here in said
 
 
-def test_where_nodes_reach_a_master_follows_from_the_way_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nodes_reach_a_shard_follows_from_the_way_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"10.0.0.1": "10.0.0.7", "192.0.2.1": "10.0.0.8"}
     monkeypatch.setattr(address_module, "local_address", lambda host="192.0.2.1", port=9: ways.get(host, ""))
     own = "tcp://127.0.0.1:6000"
@@ -230,7 +230,7 @@ def test_what_the_broker_says_to_type_on_each_pc_works_there_as_it_is_printed(
     monkeypatch.setattr(broker.socket, "gethostname", lambda: "hub")
 
     def said(program: str) -> list[str]:
-        config = BrokerConfig(program=program, bind="tcp://*:5555", masters=2)
+        config = BrokerConfig(program=program, bind="tcp://*:5555", shards=2)
         return greeting(config, "run-1", -1, "tcp://127.0.0.1:5555", keys).splitlines()[1:]
 
     monkeypatch.setattr(installed.shutil, "which", lambda name: f"/usr/bin/{name}")

@@ -23,7 +23,7 @@ def test_the_tables_hold_the_plan_its_variants_and_the_memory(capsys):
     out = capsys.readouterr().out
     for words in (
         "to a loss", "times as fast as one PC", "why", "k, d", "outer", "hub's port", "efficiency", "age", "speed-up",
-        "other masters and hubs", "memory of a node", "anchor",
+        "other brokers and hubs", "memory of a node", "anchor",
     ):  # fmt: skip
         assert words in out
 
@@ -51,7 +51,7 @@ def test_fragments_that_are_told_take_turns_and_stand_in_the_line_to_type(capsys
 
 
 def test_json_holds_the_same_for_the_plan_and_each_variant(capsys):
-    code, document = asked(capsys, "--codec", "ternary", "--fragments", "4", "--masters", "2")
+    code, document = asked(capsys, "--codec", "ternary", "--fragments", "4", "--shards", "2")
     assert code == 0
     assert len(document["variants"]) == 5
     assert document["variants"][1] == {key: value for key, value in document["plan"].items() if key != "command"}
@@ -91,7 +91,7 @@ def test_half_precision_parameters_and_an_optimizer_without_state_need_less(caps
         (["--nodes", "0"], "nodes must be at least 1, got 0"),
         (["--step-ms", "0"], "step_ms must be more than 0"),
         (["--share", "2"], "0 < share <= 1"),
-        (["--masters", "9", "--masters-on-nodes"], "9 masters do not find a node each among 4"),
+        (["--shards", "9", "--shards-on-nodes"], "9 brokers do not find a node each among 4"),
         (["--node-ns", "-3"], "node_ns must be at least 0"),
         (["--optimizer-slots", "-1"], "optimizer_slots must be at least 0"),
         (["--memory", "some"], "memory is written like 6GB"),

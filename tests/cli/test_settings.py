@@ -51,14 +51,14 @@ def test_a_flag_takes_back_what_the_file_says(tmp_path: Path) -> None:
     assert broker(f"--config={path}", "--no-insecure").insecure is False
 
 
-def test_nothing_told_is_auto_and_what_holds_in_strict_mode_and_with_several_masters_is_fixed(tmp_path: Path) -> None:
+def test_nothing_told_is_auto_and_what_holds_in_strict_mode_and_with_several_shards_is_fixed(tmp_path: Path) -> None:
     words = [word for name in FITTED for word in (f"--{name.replace('_', '-')}", "auto")]
     for usual in (broker("--insecure"), broker("--insecure", *words)):
         assert usual.is_planned and {name: getattr(usual, name) for name in FITTED} == FITTED
     file = write(tmp_path, "".join(f'{name} = "auto"\n' for name in FITTED))
     assert broker("--insecure", "--config", file).to_dict() == RunSettings().to_dict()
     strict = broker("--insecure", "--mode", "strict", "--release", "all", "--every", "auto")
-    several = broker("--insecure", "--masters", "2", "--delay", "auto")
+    several = broker("--insecure", "--shards", "2", "--delay", "auto")
     for fixed in (strict, several, broker("--insecure", "--shard", "0/2")):
         assert not fixed.is_planned and {name: getattr(fixed, name) for name in FITTED} == FIXED
 
@@ -77,10 +77,10 @@ def test_every_field_is_a_key_of_the_file(tmp_path: Path) -> None:
     assert config.to_dict() == RunSettings().to_dict()
 
 
-def test_which_of_several_masters_a_broker_is_and_how_many_there_are() -> None:
+def test_which_of_several_shards_a_broker_is_and_how_many_there_are() -> None:
     first, other = broker("--insecure", "--shard", "0/4"), broker("--insecure", "--shard", "3/4", "--first", HUB)
-    assert (first.shard_index, first.masters, other.shard_index, other.masters) == (0, 4, 3, 4)
-    assert broker("--insecure").shard_index == 0 and broker("--insecure", "--masters", "4").to_dict() == first.to_dict()
+    assert (first.shard_index, first.shards, other.shard_index, other.shards) == (0, 4, 3, 4)
+    assert broker("--insecure").shard_index == 0 and broker("--insecure", "--shards", "4").to_dict() == first.to_dict()
 
 
 def test_what_is_merged_does_not_overwrite_a_file(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         ),
         (LocalConfig, ["--checkpoint", "a", "--no-checkpoint"], "leave one out"),
         (BrokerConfig, ["--insecure", "--from", "a", "--initial", "mean"], "initial 'mean' that its nodes give them"),
-        (LocalConfig, ["--from", "a", "--masters", "2"], "one broker that has the whole model"),
+        (LocalConfig, ["--from", "a", "--shards", "2"], "one broker that has the whole model"),
         (BrokerConfig, ["--insecure", "--from", "a", "--record", "b"], "leave --record or --from out"),
         (BrokerConfig, ["--insecure", "--from", "a", "--standby", HUB], "is to be said where that is started"),
         (BrokerConfig, ["--insecure", "--bind", "hub"], "tcp://HOST:PORT"),
@@ -199,18 +199,18 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (StatusConfig, ["hub"], "tcp://HOST:PORT"),
         (DemoConfig, ["--nodes", "1"], "nodes must be at least 2"),
         (BrokerConfig, ["--insecure", "--shard", "2"], "as 0/4 for the first of four, got '2'"),
-        (BrokerConfig, ["--insecure", "--shard", "4/4"], "of 4 masters the first is 0 and the last is 3"),
+        (BrokerConfig, ["--insecure", "--shard", "4/4"], "of 4 shards the first is 0 and the last is 3"),
         (BrokerConfig, ["--insecure", "--shard", "0/0"], "shard 0/0"),
-        (BrokerConfig, ["--insecure", "--shard", "0/4", "--masters", "2"], "says 4 masters, masters says 2"),
-        (BrokerConfig, ["--insecure", "--shard", "1/4"], "needs the address of the first master.*--first tcp://HOST"),
+        (BrokerConfig, ["--insecure", "--shard", "0/4", "--shards", "2"], "says 4 shards, shards says 2"),
+        (BrokerConfig, ["--insecure", "--shard", "1/4"], "needs the address of the first broker.*--first tcp://HOST"),
         (BrokerConfig, ["--insecure", "--shard", "1/4", "--first", "hub"], "tcp://HOST:PORT"),
         (BrokerConfig, ["--insecure", "--shard", "1/4", "--first", HUB, "--address", "me"], "tcp://HOST:PORT"),
-        (BrokerConfig, ["--insecure", "--shard", "0/4", "--first", HUB], "first is for the other masters"),
-        (BrokerConfig, ["--insecure", "--first", HUB], "first is for the other masters"),
+        (BrokerConfig, ["--insecure", "--shard", "0/4", "--first", HUB], "first is for the other brokers"),
+        (BrokerConfig, ["--insecure", "--first", HUB], "first is for the other brokers"),
         (BrokerConfig, ["--insecure", "--shard", "1/4", "--first", HUB, "--every", "4"], "leave every out here"),
         (BrokerConfig, ["--insecure", "--shard", "0/4", "--record", "file"], "leave --record out"),
         (BrokerConfig, ["--insecure", "--shard", "0/2", "--start-nodes", "2"], "say --initial founder"),
-        (BrokerConfig, ["--insecure", "--shard", "0/2", "--initial", "mean"], "of 2 masters none has one"),
+        (BrokerConfig, ["--insecure", "--shard", "0/2", "--initial", "mean"], "of 2 brokers none has one"),
         (NodeConfig, [HUB, "--exchange", "ring"], "choose one of hub, allreduce:ring"),
         (
             NodeConfig,
@@ -221,11 +221,11 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (NodeConfig, [HUB, "--exchange", "allreduce:codec=int8;*bias=bf16"], "there is no 'int8;'|int8;\\*bias"),
         (NodeConfig, [HUB, "--exchange", "server:often"], "exchange = 'server:often'.*bsp, async"),
         (NodeConfig, [HUB, "--exchange", "server:optimizer=adma"], "exchange = 'server:optimizer=adma'.*adam"),
-        (NodeConfig, [HUB, "--masters", "2"], "masters is said with --exchange server"),
-        (NodeConfig, [HUB, "--exchange", "server:masters=2", "--masters", "4"], "say two numbers of masters"),
+        (NodeConfig, [HUB, "--shards", "2"], "shards is given with --exchange server"),
+        (NodeConfig, [HUB, "--exchange", "server:shards=2", "--shards", "4"], "say two numbers of shards"),
         (NodeConfig, [HUB, "--exchange", "allreduce", "--record", "file"], "leave --record out"),
         (LocalConfig, ["--exchange", "ring"], "choose one of hub, allreduce"),
-        (LocalConfig, ["--masters", "0"], "masters must be at least 1"),
+        (LocalConfig, ["--shards", "0"], "shards must be at least 1"),
         (BrokerConfig, ["--insecure", "--codec", "automatic"], "codec = 'automatic'.*ternary"),
     ],
 )
@@ -234,12 +234,12 @@ def test_a_value_out_of_range_is_refused_by_name(kind: type, argv: list[str], wo
         read_config(kind, "zmqtrain", argv)
 
 
-def test_a_node_trains_in_lockstep_where_it_is_told_so_with_the_masters_that_it_is_told() -> None:
+def test_a_node_trains_in_lockstep_where_it_is_told_so_with_the_shards_that_it_is_told() -> None:
     assert read_config(NodeConfig, "zmqtrain-node", [HUB]).lockstep is None
     ring = read_config(NodeConfig, "zmqtrain-node", [HUB, "--exchange", "allreduce:ring"]).lockstep
     assert ring == Allreduce("ring")
-    server = read_config(NodeConfig, "zmqtrain-node", [HUB, "--exchange", "server:async", "--masters", "4"]).lockstep
-    assert server == Server("async", masters=4)
+    server = read_config(NodeConfig, "zmqtrain-node", [HUB, "--exchange", "server:async", "--shards", "4"]).lockstep
+    assert server == Server("async", shards=4)
 
 
 def test_a_run_in_lockstep_on_this_pc_begins_with_all_its_nodes() -> None:
@@ -329,7 +329,7 @@ def test_a_standby_needs_the_address_of_another_broker_and_no_setting_of_the_run
     for wrong, said in (
         (["--every", "4"], "leave every out"),
         (["--shard", "1/2", "--first", HUB], "leave --shard or --standby out"),
-        (["--first", HUB], "first is for the other masters"),
+        (["--first", HUB], "first is for the other brokers"),
         (["--record", "x.jsonl"], "leave --record out"),
         (["--takeover-seconds", "0"], "takeover_seconds"),
         (["--address", "here"], "here"),
@@ -363,7 +363,7 @@ def test_a_file_that_is_nested_deeply_is_refused_in_one_sentence(tmp_path, text)
     ("name", "value"),
     [
         ("heartbeat_seconds", "nan"), ("lost_seconds", "nan"), ("evaluate_seconds", "inf"), ("lost_seconds", "1e300"),
-        ("fragments", "1000000000"), ("masters", "1000000000"), ("seed", str(2**80)), ("units", str(2**80)),
+        ("fragments", "1000000000"), ("shards", "1000000000"), ("seed", str(2**80)), ("units", str(2**80)),
         ("every", str(10**30)), ("checkpoint_keep", str(10**23)), ("wait_seconds", "inf"), ("takeover_seconds", "nan"),
         ("max_staleness", str(10**30)), ("start_nodes", str(10**30)), ("elastic", "nan"), ("share", "nan"),
     ],

@@ -29,9 +29,9 @@ def blocks_of(spec):
 def layouts(draw):
     shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5)
     spec = spec_of(draw(shapes.filter(lambda drawn: set(drawn) != {(0,)})))
-    masters = draw(st.integers(1, min(blocks_of(spec), 4)))
-    shard = (draw(st.integers(0, masters - 1)), masters)
-    return Layout(spec, draw(st.integers(1, min(blocks_of(spec) // masters, 9))), shard)
+    shards = draw(st.integers(1, min(blocks_of(spec), 4)))
+    shard = (draw(st.integers(0, shards - 1)), shards)
+    return Layout(spec, draw(st.integers(1, min(blocks_of(spec) // shards, 9))), shard)
 
 
 def leaves_of(spec, start=0):
@@ -83,13 +83,13 @@ def test_all_fragments_of_all_shards_together_are_the_model_once(layout):
     np.testing.assert_array_equal(together, np.arange(count_values(layout.spec), dtype=np.float32))
 
 
-@pytest.mark.parametrize("masters", [2, 3, 4, 7])
+@pytest.mark.parametrize("shards", [2, 3, 4, 7])
 @pytest.mark.parametrize("shapes", [[(100 * B + 5,)], [(30, B), (5,), (7,), (40, 1000), (9,)], [(B - 1,)] * 64])
-def test_the_shards_are_ranges_of_as_many_values_but_for_a_block(masters, shapes):
+def test_the_shards_are_ranges_of_as_many_values_but_for_a_block(shards, shapes):
     spec = spec_of(shapes)
-    share, ends = count_values(spec) / masters, [0] * len(spec)
-    for shard in range(masters):
-        layout = Layout(spec, 2, (shard, masters))
+    share, ends = count_values(spec) / shards, [0] * len(spec)
+    for shard in range(shards):
+        layout = Layout(spec, 2, (shard, shards))
         parts = [layout.part(leaf) for leaf in range(len(spec))]
         assert abs(sum(part.stop - part.start for part in parts) - share) <= B
         for leaf, part in enumerate(parts):
@@ -106,7 +106,7 @@ def test_every_shard_has_a_block_for_each_fragment_even_of_uneven_leaves():
         assert all(layout.counts(fragment) for fragment in range(4))
 
 
-def test_a_node_of_several_masters_sees_their_fragments_in_a_row():
+def test_a_node_of_several_shards_sees_their_fragments_in_a_row():
     spec = spec_of([(5, B), (7,), (2, 5000)])
     whole = WholeLayout(spec, 2, 3)
     leaves = leaves_of(spec)
@@ -215,8 +215,8 @@ def test_a_shard_that_is_none_is_refused(shard):
         Layout(spec_of([(3 * B,)]), 1, shard)
 
 
-def test_more_masters_than_blocks_are_refused_with_how_many_there_can_be():
-    with pytest.raises(ConfigError, match=r"each of 3 masters has so many.* 1 to 1, and masters at most 4"):
+def test_more_shards_than_blocks_are_refused_with_how_many_there_can_be():
+    with pytest.raises(ConfigError, match=r"each of 3 shards has so many.* 1 to 1, and shards at most 4"):
         Layout(spec_of([(4 * B,)]), 2, (0, 3))
 
 

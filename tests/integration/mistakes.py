@@ -386,9 +386,9 @@ MISTAKES: dict[str, list[Mistake]] = {
             lambda place: ["keys", "revoke", "pc9", "--folder", str(place.keys.path)],
         ),
         Mistake(
-            "Another master with keys of its own",
-            ("All masters have a copy of the first one's folder of keys (--keys)",),
-            "Copy the first master's folder of keys to the others",
+            "Another broker with keys of its own",
+            ("All brokers have a copy of the first one's folder of keys (--keys)",),
+            "Copy the first broker's folder of keys to the others",
             lambda place: [
                 "broker",
                 "--bind",
@@ -581,22 +581,22 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "`--shard 4/4`",
-            ("of 4 masters the first is 0 and the last is 3",),
-            "Masters are counted from 0",
+            ("of 4 shards the first is 0 and the last is 3",),
+            "Shards are counted from 0",
             _broker("--shard", "4/4"),
             code=SERVICE,
         ),
         Mistake(
             "`--shard 1/4` alone",
-            ("needs the address of the first master, which has the settings: say --first tcp://HOST:PORT",),
+            ("needs the address of the first broker, which has the settings: say --first tcp://HOST:PORT",),
             "Only the first has the settings; the others are told where it is",
             _broker("--shard", "1/4"),
             code=SERVICE,
         ),
         Mistake(
             "`--shard 1/2 --first HUB`, and the broker there is the only one",
-            ("this broker has the whole model; start it with --shard 0/M to divide that among M masters",),
-            "A model is divided from the beginning: start the first master with `--shard 0/2`",
+            ("this broker has the whole model; start it with --shard 0/M to divide that among M brokers",),
+            "A model is divided from the beginning: start the first broker with `--shard 0/2`",
             lambda place: _broker("--shard", "1/2", "--first", place.open)(place),
         ),
         Mistake(
@@ -729,8 +729,8 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "`zmqtrain merge` in an empty folder",
-            ("there is no part of a model in", "start that master again on the folder, and end it"),
-            "Each master writes its part when it ends",
+            ("there is no part of a model in", "start that broker again on the folder, and end it"),
+            "Each broker writes its part when it ends",
             lambda place: ["merge", str(place.folder)],
         ),
         Mistake(

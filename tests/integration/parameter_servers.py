@@ -32,7 +32,7 @@ def clients(addresses, names, **rules):
 
 
 def model(seed=0):
-    """A key that every master has a piece of, and small ones."""
+    """A key that every broker has a piece of, and small ones."""
     random = np.random.default_rng(seed)
     return {
         "large": random.standard_normal((700, 500)).astype(np.float32),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.broker.standby import MasterPlace, StandbyPlace
+from zmqtrain.broker.standby import ShardPlace, StandbyPlace
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node.connect import connect
 from zmqtrain.node.node import Node
@@ -142,7 +142,7 @@ def broker(settings: RunSettings, **options) -> Iterator[BrokerThread]:
 
 
 class BrokerProcess:
-    """A broker that can be killed for real; with a place, another than the first of several masters.
+    """A broker that can be killed for real; with a place, another than the first of several brokers.
 
     file_bytes: no file can be longer until `free_disk`, as on a full disk.
     """
@@ -152,7 +152,7 @@ class BrokerProcess:
         settings: RunSettings | None,
         checkpoint: Path | None,
         port: int = 0,
-        place: MasterPlace | None = None,
+        place: ShardPlace | None = None,
         standby: StandbyPlace | None = None,
         every: str = "0.3s",
         keys: Path | None = None,
@@ -161,7 +161,7 @@ class BrokerProcess:
         program = (
             "import json, sys, logging, resource\n"
             "from pathlib import Path\n"
-            "from zmqtrain.broker.standby import MasterPlace\n"
+            "from zmqtrain.broker.standby import ShardPlace\n"
             "from zmqtrain.broker.serve import serve\n"
             "from zmqtrain.broker.standby import StandbyPlace\n"
             "from zmqtrain.core.settings import RunSettings\n"
@@ -172,7 +172,7 @@ class BrokerProcess:
             "def ready(broker): print(broker.channel.address, flush=True)\n"
             "def following(standby): print(standby.address, flush=True)\n"
             "serve(f'tcp://127.0.0.1:{port}', RunSettings(**settings) if settings else None, ready=ready,\n"
-            "      place=MasterPlace(**place) if place else None, following=following,\n"
+            "      place=ShardPlace(**place) if place else None, following=following,\n"
             "      standby=StandbyPlace(**standby) if standby else None, interrupted=lambda count: None,\n"
             "      checkpoint=Path(folder) if folder else None, checkpoint_every=every,\n"
             "      keys=KeyFolder(Path(keys)) if keys else None)\n"

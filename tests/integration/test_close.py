@@ -16,10 +16,10 @@ from vitals import count_left
 
 @pytest.fixture(scope="module")
 def places():
-    """The addresses of a broker here, and of the first of two masters in a process of their own."""
-    argv = [sys.executable, soak.__file__, "masters", "{}"]
-    with broker() as address, subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as masters:
-        yield address, json.loads(masters.stdout.readline())["address"]
+    """The addresses of a broker here, and of the first of two brokers in a process of their own."""
+    argv = [sys.executable, soak.__file__, "shards", "{}"]
+    with broker() as address, subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shards:
+        yield address, json.loads(shards.stdout.readline())["address"]
 
 
 @pytest.mark.parametrize("name", list(VISITS))

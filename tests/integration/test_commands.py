@@ -209,8 +209,8 @@ def test_local_trains_in_lockstep_where_it_is_told_so(text: Path, exchange: str)
     assert "6/6 units" in result.stdout + result.stderr and "held-out loss" in result.stdout
 
 
-def test_local_runs_several_masters_whose_parts_are_merged(text: Path, tmp_path: Path) -> None:
-    options = ("--masters", "2", "--nodes", "2", "--units", "6", "--every", "4", "--delay", "2")
+def test_local_runs_several_shards_whose_parts_are_merged(text: Path, tmp_path: Path) -> None:
+    options = ("--shards", "2", "--nodes", "2", "--units", "6", "--every", "4", "--delay", "2")
     kept = ("--checkpoint", str(tmp_path / "kept"))
     result = run("local", *options, *kept, "--program-arguments", SMALL.format(text=text))
     assert result.returncode == 0, result
@@ -223,7 +223,7 @@ def test_local_runs_several_masters_whose_parts_are_merged(text: Path, tmp_path:
     assert out.exists()
 
 
-def test_two_masters_as_commands_train_with_a_node_that_knows_one_address(text: Path, tmp_path: Path) -> None:
+def test_two_shards_as_commands_train_with_a_node_that_knows_one_address(text: Path, tmp_path: Path) -> None:
     program = ("--program", "text", "--program-arguments", SMALL.format(text=text), "--units", "4")
     (mine,) = KeyFolder(tmp_path / "keys").new(["mine"])
     keys = ("--keys", str(tmp_path / "keys"))

@@ -40,14 +40,14 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.nightly
 def test_every_way_to_train_learns_and_the_table_and_the_plots_are_written(tmp_path: Path, images: Path) -> None:
     out = tmp_path / "out"
-    done = run("--data", images, "--workers", "2", "--masters", "2", "--epochs", "4", "--output", out)
+    done = run("--data", images, "--workers", "2", "--shards", "2", "--epochs", "4", "--output", out)
     assert done.returncode == 0, done.stderr
     results = json.loads((out / "results.json").read_text())["results"]
     assert [result["way"] for result in results] == [
         "synchronous, collective",
         "synchronous, naive",
         "synchronous, ring",
-        "asynchronous, 2 masters",
+        "asynchronous, 2 brokers",
     ]
     assert all(result["accuracy"] > 0.75 for result in results), results
     text = (out / "results.txt").read_text()

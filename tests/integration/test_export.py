@@ -10,7 +10,7 @@ from runs import BrokerProcess, Trainer, broker, parameters
 
 import zmqtrain as zt
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.broker.standby import MasterPlace
+from zmqtrain.broker.standby import ShardPlace
 from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.cli.export import main, model_of_folder, model_of_run
 from zmqtrain.core.errors import CheckpointError, ConfigError
@@ -76,11 +76,11 @@ def test_a_copy_takes_a_key_where_the_hub_has_keys_and_that_of_a_node_will_do(tm
         model_of_run(hub.address, keys=lab)
 
 
-def test_of_several_masters_each_sends_its_part(tmp_path):
-    settings = RunSettings.from_dict(SETTINGS.to_dict() | {"masters": 2})
+def test_of_several_shards_each_sends_its_part(tmp_path):
+    settings = RunSettings.from_dict(SETTINGS.to_dict() | {"shards": 2})
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(BrokerThread("tcp://127.0.0.1:0", settings, checkpoint=tmp_path / "shard-0"))
-        place = MasterPlace(shard=1, masters=2, first=first.address)
+        place = ShardPlace(shard=1, shards=2, first=first.address)
         stack.enter_context(BrokerThread("tcp://127.0.0.1:0", None, place=place, checkpoint=tmp_path / "shard-1"))
         begun = {"w": np.arange(20000, dtype=np.float32).reshape(200, 100), "b": np.ones(8, np.float32)}
         with connect(first.address, "pc-1") as node:

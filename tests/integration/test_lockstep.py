@@ -16,7 +16,7 @@ from tests.integration.lockstep_node import HELD_BEFORE_STEP, train
 from tests.integration.runs import BrokerProcess, broker
 from tests.train.processes import REGRESSION, SAMPLES, batches_of
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.broker.standby import MasterPlace
+from zmqtrain.broker.standby import ShardPlace
 from zmqtrain.core.errors import JoinRefused
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node.connect import connect
@@ -60,13 +60,12 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def masters_of(settings):
+def shards_of(settings):
     """The brokers of a run, the first first."""
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(broker(settings))
         places = [
-            MasterPlace(shard=shard, masters=settings.masters, first=first.address)
-            for shard in range(1, settings.masters)
+            ShardPlace(shard=shard, shards=settings.shards, first=first.address) for shard in range(1, settings.shards)
         ]
         others = [stack.enter_context(BrokerThread("tcp://127.0.0.1:0", None, place=place)) for place in places]
         yield [first, *others]
@@ -117,16 +116,16 @@ def test_all_end_with_the_same_bits_and_the_broker_with_them(exchange):
 
 
 @pytest.mark.parametrize("exchange", ["server:bsp", "server:async", "server:bounded:s=1"])
-@pytest.mark.parametrize("masters", [1, 2])
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("units", [9, 1])  # of one unit two of the nodes get nothing
-def test_through_a_server_all_end_with_its_weights_and_the_run_with_them(exchange, masters, units):
-    with masters_of(run_of(units, 3, masters=masters)) as running:
-        nodes = Nodes(running[0].address, [f"{exchange},masters={masters},optimizer=adam:rate=0.02"] * 3)
+def test_through_a_server_all_end_with_its_weights_and_the_run_with_them(exchange, shards, units):
+    with shards_of(run_of(units, 3, shards=shards)) as running:
+        nodes = Nodes(running[0].address, [f"{exchange},shards={shards},optimizer=adam:rate=0.02"] * 3)
         results = nodes.finish()
         assert not nodes.failures
         final = same_bits([parameters(result) for result in results])
         assert running[0].broker.hub.samples == units * BATCHES_OF_A_UNIT * SAMPLES
-        if masters == 1:
+        if shards == 1:
             close(final, in_the_broker(running[0]))
     assert sum(result.samples for result in results) == units * BATCHES_OF_A_UNIT * SAMPLES
     assert all((one != leaf).any() for one, leaf in zip(final, beginning(), strict=True))
@@ -146,11 +145,11 @@ def test_bulk_synchronous_steps_of_a_server_are_those_of_the_mean_gradient():
     close(final, [np.asarray(leaf) for leaf in jax.tree.leaves(params)])
 
 
-def test_a_run_of_another_number_of_masters_is_refused():
+def test_a_run_of_another_number_of_shards_is_refused():
     with broker(run_of(2, 1)) as running:
-        nodes = Nodes(running.address, ["server:masters=4"])
+        nodes = Nodes(running.address, ["server:shards=4"])
         nodes.finish()
-    assert "--masters 4 was asked for, and this run has 1" in str(nodes.failures["pc-1"])
+    assert "--shards 4 was asked for, and this run has 1" in str(nodes.failures["pc-1"])
 
 
 def test_a_run_of_one_node_that_says_how_many_begin_waits_for_them():
@@ -160,8 +159,8 @@ def test_a_run_of_one_node_that_says_how_many_begin_waits_for_them():
         assert len(results) == 2
 
 
-def test_the_final_parameters_of_an_allreduce_reach_several_masters_too():
-    with masters_of(run_of(6, 2, masters=2)) as running:
+def test_the_final_parameters_of_an_allreduce_reach_several_shards_too():
+    with shards_of(run_of(6, 2, shards=2)) as running:
         nodes = Nodes(running[0].address, ["allreduce:ring"] * 2)
         results = nodes.finish()
         assert not nodes.failures

@@ -14,9 +14,9 @@ from zmqtrain.core.errors import ChannelClosed, ConfigError, HubUnreachable, Loc
 # ---------------------------------------------------------------------- what is asked is done
 
 
-@pytest.mark.parametrize("masters", [1, 2, 4])
-def test_keys_are_begun_pushed_to_and_pulled(masters):
-    with brokers(masters) as addresses, clients(addresses, ["a"], optimizer="sgd:rate=0.5") as (client,):
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_keys_are_begun_pushed_to_and_pulled(shards):
+    with brokers(shards) as addresses, clients(addresses, ["a"], optimizer="sgd:rate=0.5") as (client,):
         first = model()
         assert_same(client.init_all(first), first)
         assert (client.consistency, client.optimizer, client.workers) == ("async", "sgd:rate=0.5", 1)
@@ -91,12 +91,12 @@ def gradient(worker, step, tree):
     }
 
 
-@pytest.mark.parametrize(("masters", "workers"), [(1, 1), (1, 3), (2, 2), (4, 3)])
-def test_bsp_is_synchronous_sgd_bit_for_bit(masters, workers):
+@pytest.mark.parametrize(("shards", "workers"), [(1, 1), (1, 3), (2, 2), (4, 3)])
+def test_bsp_is_synchronous_sgd_bit_for_bit(shards, workers):
     steps, rate = 4, 0.1
     names = [f"worker-{number}" for number in range(workers)]
     rules = {"consistency": "bsp", "optimizer": f"sgd:rate={rate}", "workers": workers}
-    with brokers(masters) as addresses, clients(addresses, names, **rules) as started:
+    with brokers(shards) as addresses, clients(addresses, names, **rules) as started:
 
         def train(number, client):
             tree = client.init_all(model())
@@ -135,7 +135,7 @@ def test_a_bounded_worker_waits_for_the_slowest_and_says_for_what():
         one = np.ones(3, np.float32)
         assert a.push_pull("w", one).tolist() == [-1, -1, -1]
         ahead = a.ipush_pull("w", one)
-        wait_until_it_says(ahead, r"a has waited .* s for the push_pull of 'w': master 0 at .*, which waits for b")
+        wait_until_it_says(ahead, r"a has waited .* s for the push_pull of 'w': broker 0 at .*, which waits for b")
         assert b.push_pull("w", one).tolist() == [-3, -3, -3]
         assert ahead.wait().tolist() == [-3, -3, -3]
 
@@ -174,7 +174,7 @@ def test_what_is_wrong_is_refused_in_a_sentence_and_the_client_goes_on():
         assert b.pull("w").tolist() == a.pull("w").tolist() == [0, 0, 0]
 
 
-def test_other_rules_and_other_masters_are_refused_naming_both():
+def test_other_rules_and_other_shards_are_refused_naming_both():
     connect = zt.ParameterClient.connect
     with brokers(2) as addresses, clients(addresses, ["a"], consistency="bsp", optimizer="adam"):
         with pytest.raises(ConfigError, match=r"consistency is 'bsp' on the server, as a said first; .* 'async'"):
@@ -182,7 +182,7 @@ def test_other_rules_and_other_masters_are_refused_naming_both():
         with pytest.raises(ConfigError, match=r"optimizer is 'adam:rate=0.001"):
             connect(addresses, optimizer="adam:rate=0.01")
         for wrong in (addresses[::-1], addresses[:1], addresses[1:]):
-            with pytest.raises(ConfigError, match="the same masters in the same order"):
+            with pytest.raises(ConfigError, match="the same brokers in the same order"):
                 connect(wrong)
         with pytest.raises(ConfigError, match="there is no 'ssp'"):
             connect(addresses, consistency="ssp")

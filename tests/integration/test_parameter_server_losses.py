@@ -16,7 +16,7 @@ from parameter_servers import WAIT, assert_same, brokers, clients, leaves, model
 
 import zmqtrain as zt
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.broker.standby import MasterPlace
+from zmqtrain.broker.standby import ShardPlace
 from zmqtrain.core.errors import CheckpointError, ConfigError, PeerLost
 from zmqtrain.core.settings import RunSettings
 
@@ -52,12 +52,12 @@ def wait_for_line(one, pattern):
 
 
 @pytest.mark.parametrize("consistency", ["async", "bsp"])
-def test_a_killed_master_is_lost_to_all_clients_in_all_calls(consistency):
+def test_a_killed_shard_is_lost_to_all_clients_in_all_calls(consistency):
     with (
         brokers(1) as addresses,
-        process("-m", "zmqtrain.cli.broker", "--bind", "tcp://127.0.0.1:0", "--no-checkpoint") as master,
+        process("-m", "zmqtrain.cli.broker", "--bind", "tcp://127.0.0.1:0", "--no-checkpoint") as broker,
     ):
-        addresses.append(wait_for_line(master, r"(tcp://127\S+:\d+)")[1])
+        addresses.append(wait_for_line(broker, r"(tcp://127\S+:\d+)")[1])
         with clients(addresses, ["a", "b"], consistency=consistency, workers=2) as workers:
             begun = threading.Barrier(3)
 
@@ -76,7 +76,7 @@ def test_a_killed_master_is_lost_to_all_clients_in_all_calls(consistency):
             with ThreadPoolExecutor(2) as pool:
                 ends = [pool.submit(train, client) for client in workers]
                 begun.wait(WAIT)
-                master.send_signal(signal.SIGKILL)
+                broker.send_signal(signal.SIGKILL)
                 for end in ends:
                     lost = end.result(WAIT)
                     assert lost.rank == 1 and addresses[1] in str(lost)
@@ -111,7 +111,7 @@ def test_a_killed_worker_stops_nobody_under_bsp():
             assert a.version("w") == 6
 
 
-def test_keys_live_on_in_the_checkpoints_of_all_masters(tmp_path):
+def test_keys_live_on_in_the_checkpoints_of_all_shards(tmp_path):
     def begin(stack):
         folders = [tmp_path / "first", tmp_path / "second"]
         return [
@@ -167,10 +167,10 @@ def test_a_broker_that_is_stopped_says_goodbye_to_its_clients():
                 client.pull("w")
 
 
-def test_the_first_of_several_masters_tells_where_the_others_are():
-    settings = RunSettings(masters=2, initial="founder")
+def test_the_first_of_several_shards_tells_where_the_others_are():
+    settings = RunSettings(shards=2, initial="founder")
     with BrokerThread("tcp://127.0.0.1:0", settings) as first:
-        place = MasterPlace(shard=1, masters=2, first=first.address)
+        place = ShardPlace(shard=1, shards=2, first=first.address)
         with BrokerThread("tcp://127.0.0.1:0", None, place=place) as other:
             with clients(first.address, ["a"]) as (client,):
                 assert client.addresses == (first.address, other.address)

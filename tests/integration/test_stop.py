@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from runs import BrokerProcess, Trainer, batches, broker
 
-from zmqtrain.broker.standby import MasterPlace, StandbyPlace
+from zmqtrain.broker.standby import ShardPlace, StandbyPlace
 from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.core.errors import HubUnreachable, JoinRefused, RunStopped
 from zmqtrain.core.settings import RunSettings
@@ -73,10 +73,10 @@ def test_a_standby_ends_with_the_run():
         assert first.process.wait(60) == 0 and standby.process.wait(60) == 0
 
 
-def test_all_masters_of_a_run_end_with_it_and_only_the_first_takes_the_order():
-    settings = RunSettings.from_dict(SETTINGS.to_dict() | {"masters": 2, "initial": "founder"})
+def test_all_shards_of_a_run_end_with_it_and_only_the_first_takes_the_order():
+    settings = RunSettings.from_dict(SETTINGS.to_dict() | {"shards": 2, "initial": "founder"})
     with BrokerProcess(settings, None) as first:
-        place = MasterPlace(shard=1, masters=2, first=first.address)
+        place = ShardPlace(shard=1, shards=2, first=first.address)
         with BrokerProcess(None, None, place=place) as second, ThreadPoolExecutor(1) as pool:
             with (
                 connect(first.address, "pc-1") as node,
@@ -86,7 +86,7 @@ def test_all_masters_of_a_run_end_with_it_and_only_the_first_takes_the_order():
                 for steps, _ in enumerate(node.batches(batches), 1):
                     params = sync.step({"w": params["w"] + 1}, samples=16)
                     if steps == 12:
-                        with pytest.raises(JoinRefused, match="has shard 1 of the run: say it to the first master"):
+                        with pytest.raises(JoinRefused, match="has shard 1 of the run: say it to the first broker"):
                             stop(second.address)
                         asked = pool.submit(stop, first.address)
                 params = sync.finish(params)

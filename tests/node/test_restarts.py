@@ -35,6 +35,6 @@ def test_offers_that_were_on_their_way_are_the_same_divergence():
     assert restarts.is_known(5) and not restarts.is_known(6)
 
 
-@pytest.mark.parametrize("settings", [{"mode": "strict", "release": "all"}, {"masters": 2, "initial": "founder"}])
-def test_in_strict_mode_and_with_several_masters_a_person_starts_it_again(settings):
+@pytest.mark.parametrize("settings", [{"mode": "strict", "release": "all"}, {"shards": 2, "initial": "founder"}])
+def test_in_strict_mode_and_with_several_shards_a_person_starts_it_again(settings):
     assert not Restarts().begin(fixed_run(**settings))

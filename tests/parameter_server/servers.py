@@ -1,4 +1,4 @@
-"""One master's machine with its clients, for the tests of what it answers them."""
+"""One broker's machine with its clients, for the tests of what it answers them."""
 
 from __future__ import annotations
 

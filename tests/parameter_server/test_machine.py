@@ -1,4 +1,4 @@
-"""One master's machine: who waits for whom under each consistency, and that nobody waits for who is lost."""
+"""One broker's machine: who waits for whom under each consistency, and that nobody waits for who is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One master's machine under whatever its clients do: a ledger of theirs beside the server's."""
+"""One broker's machine under whatever its clients do: a ledger of theirs beside the server's."""
 
 from __future__ import annotations
 

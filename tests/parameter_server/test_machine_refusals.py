@@ -1,4 +1,4 @@
-"""What one master's machine refuses: what no key can be, what no memory holds, and what cannot be right."""
+"""What one broker's machine refuses: what no key can be, what no memory holds, and what cannot be right."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_more_keys_than_memory_holds_are_refused():
     server.key("v")
     assert server.machine.held_bytes == server.machine.limit_bytes
     (refused,) = initialise(server, "w", "float32", 0, 100, SIZES)
-    assert refused.reason == "memory" and "more masters" in refused.text
+    assert refused.reason == "memory" and "more brokers" in refused.text
 
 
 def test_of_keys_that_are_announced_at_once_those_are_refused_that_do_not_fit():

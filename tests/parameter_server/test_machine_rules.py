@@ -1,4 +1,4 @@
-"""The rules of a run at one master's machine: who says them, who takes them, and what outlives them."""
+"""The rules of a run at one broker's machine: who says them, who takes them, and what outlives them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_the_first_client_says_the_rules_and_the_others_take_them():
         (Rules(consistency="bsp"), "consistency is 'async' .* a said first; this client says 'bsp'"),
         (Rules(optimizer="sgd:rate=0.5"), "'sgd:rate=0.01' .* 'sgd:rate=0.5'"),
         (Rules(workers=3), "workers is 2 .* says 3"),
-        (Rules(masters=2), "masters is 1 .* the same masters in the same order"),
-        (Rules(store="other", master=1, masters=2), "masters is 1"),
+        (Rules(shards=2), "shards is 1 .* the same brokers in the same order"),
+        (Rules(store="other", shard=1, shards=2), "shards is 1"),
         (Rules(optimizer="nadam"), "there is no 'nadam'"),
-        (Rules(master=3, masters=2), "no such one"),
+        (Rules(shard=3, shards=2), "no such one"),
     ],
 )
 def test_other_rules_are_refused_naming_both(wanted, words):
@@ -39,10 +39,10 @@ def test_other_rules_are_refused_naming_both(wanted, words):
     assert not server.machine.serves("c")
 
 
-def test_a_second_master_that_is_taken_for_the_first_says_so():
+def test_a_second_shard_that_is_taken_for_the_first_says_so():
     machine = KeyServer("m2", 1 << 30)
     machine.enrol("a", Rules("m1-1", 1, 2), False)
-    with pytest.raises(ConfigError, match="master is 1"):
+    with pytest.raises(ConfigError, match="shard is 1"):
         machine.enrol("b", Rules("", 0, 2), False)
 
 
@@ -54,11 +54,11 @@ def test_when_all_have_left_the_rules_may_change_and_the_keys_stay():
     assert server.machine.rules.consistency == "bsp"
 
 
-def test_with_another_number_of_masters_the_keys_are_gone_and_the_store_has_another_name():
+def test_with_another_number_of_shards_the_keys_are_gone_and_the_store_has_another_name():
     server = Server(workers="a").key("w")
     store = server.machine.rules.store
     server.machine.lost("a")
-    (begin,) = server.machine.enrol("b", Rules(masters=2), False)
+    (begin,) = server.machine.enrol("b", Rules(shards=2), False)
     assert begin.reset and server.machine.rules.store != store and server.machine.held_bytes == 0
     assert server.pull("b")[0].reason == "key"
 

@@ -16,8 +16,8 @@ from zmqtrain.parameter_server.parameter_client import ParameterClient
 from zmqtrain.parameter_server.server_connections import ServerConnections
 
 
-class Masters(ServerConnections):
-    """Masters that say where keys lie once `answer` is set, and what they were asked in which order."""
+class Shards(ServerConnections):
+    """Brokers that say where keys lie once `answer` is set, and what they were asked in which order."""
 
     def __init__(self):
         super().__init__("worker", 1.0)
@@ -43,21 +43,21 @@ class Masters(ServerConnections):
 @pytest.fixture
 def client():
     made = ParameterClient("worker", 60.0)
-    made._servers = Masters()
+    made._servers = Shards()
     yield made
     made._servers.answer.set()
     made.close()
 
 
 def test_a_client_that_closes_waits_for_its_pushes(client):
-    ones, masters = np.ones(3, np.float32), client._servers
+    ones, shards = np.ones(3, np.float32), client._servers
     push = client.ipush("a", ones)
     closing = threading.Thread(target=client.close)
     closing.start()
     assert not push.test() and closing.is_alive()
-    masters.answer.set()
+    shards.answer.set()
     closing.join(20)
-    assert not closing.is_alive() and push.test() and push.wait() is None and ("push", "a", 1.0) in masters.asked
+    assert not closing.is_alive() and push.test() and push.wait() is None and ("push", "a", 1.0) in shards.asked
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -150,7 +150,7 @@ def test_what_is_done_refused_placed_and_awaited_is_told():
 @pytest.mark.parametrize(
     ("said", "kind", "words"),
     [
-        (Goodbye("the broker was stopped"), PeerLost, "master 1 at tcp://b:5555 is lost: the broker said goodbye"),
+        (Goodbye("the broker was stopped"), PeerLost, "broker 1 at tcp://b:5555 is lost: the broker said goodbye"),
         (Refused("unknown", "say Hello first"), PeerLost, "does not know this client any more"),
         (Refused("rules", "consistency is 'bsp'"), ConfigError, "consistency is 'bsp'"),
         (Refused("protocol", "a second Enrol"), JoinRefused, "a second Enrol"),
@@ -169,10 +169,10 @@ def test_the_end_of_a_line_is_the_error_of_all_that_is_asked_of_it(said, kind, w
     assert any(isinstance(one, Goodbye) for _, one, *_ in wire.sent) == (kind is not PeerLost)
 
 
-def test_a_client_that_has_lost_another_master_leaves_this_one_so_that_nobody_waits_for_it():
+def test_a_client_that_has_lost_another_shard_leaves_this_one_so_that_nobody_waits_for_it():
     async def story(line, wire):
-        line.fail(PeerLost("master 2 at tcp://c:5555", "silent"))
-        assert "master 2" in (await wire.told(Goodbye)).reason
+        line.fail(PeerLost("broker 2 at tcp://c:5555", "silent"))
+        assert "broker 2" in (await wire.told(Goodbye)).reason
 
     lived(story)
 

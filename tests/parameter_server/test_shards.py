@@ -1,4 +1,4 @@
-"""Keys over masters: every value once, the same on all clients, and nearly the same bytes everywhere."""
+"""Keys over brokers: every value once, the same on all clients, and nearly the same bytes everywhere."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ batches = st.lists(
 
 @settings(max_examples=40)
 @given(batches, st.integers(1, 9), st.integers(8, 2000))
-def test_every_value_of_a_key_lies_on_one_master_in_order(keys, masters, split_bytes):
-    shards = ShardMap(masters, split_bytes)
+def test_every_value_of_a_key_lies_on_one_shard_in_order(keys, count, split_bytes):
+    shards = ShardMap(count, split_bytes)
     for batch in keys:
         new = {key for key in batch if key not in shards}
         for key, pieces in shards.place(batch).items():
@@ -37,9 +37,9 @@ def test_every_value_of_a_key_lies_on_one_master_in_order(keys, masters, split_b
 
 @settings(max_examples=40)
 @given(batches, st.integers(1, 9), st.integers(8, 2000))
-def test_no_two_masters_differ_by_more_than_the_bound_at_any_time(keys, masters, split_bytes):
-    shards = ShardMap(masters, split_bytes)
-    held = [0] * masters
+def test_no_two_shards_differ_by_more_than_the_bound_at_any_time(keys, count, split_bytes):
+    shards = ShardMap(count, split_bytes)
+    held = [0] * count
     for batch in keys:
         new = {key: batch[key][1] for key in batch if key not in shards}
         placed = shards.place(batch)
@@ -52,8 +52,8 @@ def test_no_two_masters_differ_by_more_than_the_bound_at_any_time(keys, masters,
 
 @settings(max_examples=40)
 @given(batches, st.integers(1, 9), st.randoms())
-def test_the_map_does_not_depend_on_how_a_client_orders_its_keys(keys, masters, random):
-    ours, theirs = ShardMap(masters, 100), ShardMap(masters, 100)
+def test_the_map_does_not_depend_on_how_a_client_orders_its_keys(keys, shards, random):
+    ours, theirs = ShardMap(shards, 100), ShardMap(shards, 100)
     for batch in keys:
         names = list(batch)
         random.shuffle(names)
@@ -66,7 +66,7 @@ def test_a_key_stays_where_it_is():
     assert shards.place({"w": (10**9, "float64"), "b": (1, "float32")})["w"] == placed["w"] == shards["w"]
 
 
-def test_of_a_large_key_each_master_has_a_part_and_a_small_one_lies_on_one():
+def test_of_a_large_key_each_shard_has_a_part_and_a_small_one_lies_on_one():
     shards = ShardMap(4)
     values = SPLIT_BYTES // 4
     assert shards.place({"small": (values, "float32")})["small"] == (Piece(0, 0, values),)
@@ -78,7 +78,7 @@ def test_of_a_large_key_each_master_has_a_part_and_a_small_one_lies_on_one():
     ]
 
 
-def test_what_a_master_has_of_a_key_is_cut_so_that_the_first_comes_back_while_the_last_goes_up():
+def test_what_a_shard_has_of_a_key_is_cut_so_that_the_first_comes_back_while_the_last_goes_up():
     values = 3 * PIECE_BYTES // 4
     pieces = ShardMap(2).place({"w": (values, "float32")})["w"]
     assert [piece.shard for piece in pieces] == [0, 0, 1, 1]
@@ -103,6 +103,6 @@ def test_what_cannot_be_a_key_is_refused(key):
 
 
 @pytest.mark.parametrize("arguments", [(0,), (2, 4)])
-def test_a_map_needs_a_master_and_a_value(arguments):
+def test_a_map_needs_a_shard_and_a_value(arguments):
     with pytest.raises(ConfigError):
         ShardMap(*arguments)

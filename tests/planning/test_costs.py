@@ -61,8 +61,8 @@ def test_what_is_on_its_way_is_subtracted_where_a_processor_encodes():
     assert exchange_costs(**EXCHANGE, nodes=4, in_flight=2) == exchange_costs(**EXCHANGE, nodes=4)
 
 
-def test_masters_share_what_the_hub_pays():
-    whole, half = (exchange_costs(**EXCHANGE, nodes=4, masters=masters).hub_seconds for masters in (1, 2))
+def test_shards_share_what_the_hub_pays():
+    whole, half = (exchange_costs(**EXCHANGE, nodes=4, shards=shards).hub_seconds for shards in (1, 2))
     assert half == pytest.approx(whole / 2)
 
 

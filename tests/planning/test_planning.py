@@ -86,9 +86,9 @@ def test_where_a_step_keeps_all_cores_busy_a_nicer_codec_takes_longer_than_its_c
     assert nicer_slowdown(8, 7) == 1 and nicer_slowdown(1, 1) > nicer_slowdown(8, 8) > 3
 
 
-def test_variants_have_one_two_and_four_masters_and_faster_hubs_which_are_no_slower():
+def test_variants_have_one_two_and_four_shards_and_faster_hubs_which_are_no_slower():
     plans = list(variants(WISH))
-    assert [(plan.wish.masters, plan.wish.hub_bits) for plan in plans] == [
+    assert [(plan.wish.shards, plan.wish.hub_bits) for plan in plans] == [
         (1, 1e9),
         (2, 1e9),
         (4, 1e9),
@@ -98,8 +98,8 @@ def test_variants_have_one_two_and_four_masters_and_faster_hubs_which_are_no_slo
     assert all(plan.speedup >= plans[0].speedup for plan in plans[3:])
 
 
-def test_more_masters_on_nodes_than_nodes_are_no_variant():
-    assert [plan.wish.masters for plan in variants(replace(WISH, nodes=2, on_nodes=True))] == [1, 2, 1, 1]
+def test_more_shards_on_nodes_than_nodes_are_no_variant():
+    assert [plan.wish.shards for plan in variants(replace(WISH, nodes=2, on_nodes=True))] == [1, 2, 1, 1]
 
 
 def test_a_tiny_model_is_not_cut_in_more_fragments_than_it_has_blocks():

@@ -44,7 +44,7 @@ loads = st.builds(
     node_rate=st.floats(1e6, 1e10),
     hub_rate=st.floats(1e6, 1e10),
     fragments=st.integers(1, 64),
-    masters=st.integers(1, 8),
+    shards=st.integers(1, 8),
     node_seconds=st.floats(0, 10),
     hub_seconds=st.floats(0, 10),
     held_seconds=st.floats(0, 1),
@@ -121,9 +121,9 @@ def test_what_fits_is_not_put_off_and_comes_by_its_delay(load):
 
 @settings(max_examples=60)
 @given(loads)
-def test_a_faster_hub_or_more_masters_never_need_a_larger_k_or_d(load):
+def test_a_faster_hub_or_more_shards_never_need_a_larger_k_or_d(load):
     before = fit(load)
-    for better in (replace(load, hub_rate=2.5 * load.hub_rate), replace(load, masters=2 * load.masters)):
+    for better in (replace(load, hub_rate=2.5 * load.hub_rate), replace(load, shards=2 * load.shards)):
         after = fit(better)
         assert after.every <= before.every and after.delay <= before.delay
 
@@ -161,18 +161,18 @@ def test_training_that_is_held_makes_k_larger_until_it_loses_little():
     assert predict(held, Schedule(20, 40)).efficiency == pytest.approx(1 / 1.03)
 
 
-def test_masters_share_what_the_hubs_port_carries_and_not_what_a_nodes_does():
-    halved = stages(replace(LOAD, masters=2))
+def test_shards_share_what_the_hubs_port_carries_and_not_what_a_nodes_does():
+    halved = stages(replace(LOAD, shards=2))
     assert halved["the hub's port, up"] == pytest.approx(0.1)
     assert halved["a node's port, up"] == pytest.approx(0.05)
 
 
-def test_masters_on_all_nodes_carry_no_more_than_a_ring_does():
-    load = replace(LOAD, masters=4, on_nodes=True)
+def test_shards_on_all_nodes_carry_no_more_than_a_ring_does():
+    load = replace(LOAD, shards=4, on_nodes=True)
     ring = 2 * 3 / 4 * load.bytes_up / load.hub_rate
     assert stages(load)["the hub's port, up"] == pytest.approx(ring) == stages(load)["the hub's port, down"]
-    with pytest.raises(ConfigError, match="5 masters do not find a node each among 4"):
-        replace(load, masters=5)
+    with pytest.raises(ConfigError, match="5 brokers do not find a node each among 4"):
+        replace(load, shards=5)
 
 
 def test_one_node_waits_for_nobody():

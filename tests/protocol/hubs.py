@@ -114,9 +114,9 @@ def in_state(state):
     elif state in (MemberState.APART, MemberState.LENDING):
         hub = hub_of(initial="own", start_nodes=2 if state is MemberState.APART else 1)
         join(hub, "x")
-    elif state is MemberState.MASTER:
-        hub = live_hub("b", masters=2)
-        hub.receive("x", Hello("x", "master", shard=1, address="tcp://x:1"), 0.0)
+    elif state is MemberState.SHARD:
+        hub = live_hub("b", shards=2)
+        hub.receive("x", Hello("x", "broker", shard=1, address="tcp://x:1"), 0.0)
     else:
         hub = live_hub("b")
         roles = {MemberState.OBSERVER: "observer", MemberState.PROCESS: "process", MemberState.STANDBY: "standby"}

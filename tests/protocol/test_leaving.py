@@ -11,7 +11,7 @@ from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Roster
 
 CODES = {
     MemberState.OBSERVER: "observer",
-    MemberState.MASTER: "master",
+    MemberState.SHARD: "broker",
     MemberState.PROCESS: "process",
     MemberState.STANDBY: "standby",
 }
@@ -24,7 +24,7 @@ def test_whoever_goes_is_no_member_any_more_and_the_code_says_what_it_was(state)
     assert effects[0] == Disconnect("x", CODES.get(state, "lost"), "its connection is gone")
     assert "x" not in hub.members and hub.news
     told = [effect for effect in of(Broadcast, effects) if isinstance(effect.message, Roster)]
-    assert bool(told) is (state in (MemberState.MASTER, MemberState.STANDBY)), "nodes must know where these are"
+    assert bool(told) is (state in (MemberState.SHARD, MemberState.STANDBY)), "nodes must know where these are"
 
 
 def test_a_round_that_only_this_one_held_up_is_released():

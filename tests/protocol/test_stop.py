@@ -83,8 +83,8 @@ def test_nobody_ends_a_run_but_who_looks_on(state):
     assert hub.stopped_at is None
 
 
-def test_another_master_than_the_first_sends_on_who_says_it():
-    hub = hub_of(masters=2)
+def test_another_shard_than_the_first_sends_on_who_says_it():
+    hub = hub_of(shards=2)
     hub.shard, hub.first = 1, "tcp://first:5555"
     (refused,) = sent(stop(hub), Refused)
     assert refused[1].reason == "shard" and "tcp://first:5555" in refused[1].text and hub.stopped_at is None

@@ -52,7 +52,7 @@ def told(hub, peer, message, now):
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_message_of_an_older_connection_is_refused_at_both_sides(role):
-    peer, settings = ROLES[role](), fixed_run(masters=2 if "shard" in role else 1)
+    peer, settings = ROLES[role](), fixed_run(shards=2 if "shard" in role else 1)
     hub = Hub(settings, release_rule_from_spec("immediately"), "run-1")
     meet(hub, peer, hello_of(peer.start(0.0)), 0.0)
     old = peer.incarnation
@@ -69,7 +69,7 @@ def test_a_message_of_an_older_connection_is_refused_at_both_sides(role):
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_restarted_hub_knows_none_of_the_old_connections(role):
-    peer, settings = ROLES[role](), fixed_run(masters=2 if "shard" in role else 1)
+    peer, settings = ROLES[role](), fixed_run(shards=2 if "shard" in role else 1)
     before, after = (Hub(settings, release_rule_from_spec("immediately"), "run-1") for _ in range(2))
     meet(before, peer, hello_of(peer.start(0.0)), 0.0)
     (answer,) = after.screen(ID, peer.stamp(), Heartbeat, 10)

@@ -390,7 +390,7 @@ def test_a_scenario_that_cannot_be_is_refused():
         ({"nodes": (SimNode(),), "target_loss": 1.0}, "target_loss needs"),
         ({"nodes": (SimNode(),), "settings": fixed_run()}, "never end"),
         ({"nodes": (SimNode(),), "max_seconds": 0.0}, "max_seconds"),
-        ({"nodes": (SimNode(),), "settings": fixed_run(units=1, masters=2)}, "the simulator models one broker"),
+        ({"nodes": (SimNode(),), "settings": fixed_run(units=1, shards=2)}, "the simulator models one broker"),
     ):
         with pytest.raises(ConfigError, match=about):
             Scenario(**{"settings": settings, **wrong})

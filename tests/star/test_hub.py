@@ -29,7 +29,7 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     assert row["heartbeats"] > 0
 
 
-def test_the_limit_of_as_many_masters_as_nodes_is_that_of_a_ring() -> None:
-    case = Case(nodes=4, masters=4, params=1_000_000)
+def test_the_limit_of_as_many_shards_as_nodes_is_that_of_a_ring() -> None:
+    case = Case(nodes=4, shards=4, params=1_000_000)
     assert case.bytes_per_port == pytest.approx(2 * 3 / 4 * 4e6)
-    assert Case(nodes=4, masters=1, params=1_000_000).bytes_per_port == 16e6
+    assert Case(nodes=4, shards=1, params=1_000_000).bytes_per_port == 16e6

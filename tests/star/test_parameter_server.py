@@ -1,4 +1,4 @@
-"""The parameter server on the star: unplugged, a worker stops nobody, and a master is lost to all; needs root."""
+"""The parameter server on the star: unplugged, a worker stops nobody, and a broker is lost to all; needs root."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import zmqtrain as zt
 client = zt.ParameterClient.connect(
     sys.argv[2:], name=sys.argv[1], consistency="bsp", optimizer="sgd:rate=1", workers=3
 )
-one = np.ones(300_000, np.float32)  # each master has a part of it
+one = np.ones(300_000, np.float32)  # each broker has a part of it
 client.init("w", 0 * one)
 try:
     while True:
@@ -39,11 +39,11 @@ def start(star: Star, host: Host, program: str, *arguments: str) -> IO[str]:
     return process.stdout
 
 
-def test_who_is_unplugged_is_lost_and_the_workers_that_are_left_go_on_until_a_master_is() -> None:
+def test_who_is_unplugged_is_lost_and_the_workers_that_are_left_go_on_until_a_shard_is() -> None:
     with Star(nodes=4, bits_per_second=1e9) as star, contextlib.ExitStack() as said:
-        masters: list[Host] = ["hub", 3]
-        for master in masters:
-            assert said.enter_context(start(star, master, BROKER)).readline() == "ready\n"
+        shards: list[Host] = ["hub", 3]
+        for broker in shards:
+            assert said.enter_context(start(star, broker, BROKER)).readline() == "ready\n"
         addresses = [f"tcp://{star.hub_address}:5555", f"tcp://{star.node_address(3)}:5555"]
         workers = [said.enter_context(start(star, node, WORKER, f"pc-{node}", *addresses)) for node in range(3)]
         for worker in workers:
@@ -56,4 +56,4 @@ def test_who_is_unplugged_is_lost_and_the_workers_that_are_left_go_on_until_a_ma
         star.set_link(3, up=False)
         for worker in left:
             words = next(line for line in worker if not line.startswith("step "))
-            assert words.startswith("PeerLost master 1 at " + addresses[1])
+            assert words.startswith("PeerLost broker 1 at " + addresses[1])

@@ -123,6 +123,6 @@ def test_workers_meet_before_the_first_step(server, meetings):
     assert server.pushes == ["0"] * meetings and server.weights["0"].tolist() == [0.0]
 
 
-def test_without_a_master_nobody_goes_on(server):
-    with pytest.raises(PeerLost, match=r"master 1 is lost: silent for 2 s.*start the brokers again"):
-        ServerExchange(server, MODEL, 0, "pc-1").recover(PeerLost("master 1", "silent for 2 s", 1))
+def test_without_a_shard_nobody_goes_on(server):
+    with pytest.raises(PeerLost, match=r"broker 1 is lost: silent for 2 s.*start the brokers again"):
+        ServerExchange(server, MODEL, 0, "pc-1").recover(PeerLost("broker 1", "silent for 2 s", 1))

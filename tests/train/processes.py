@@ -162,7 +162,7 @@ class Run(Stated):
     def poll(self):
         return self.landing.pop(0) if self.landing else None
 
-    def everyone_drained(self, master):
+    def everyone_drained(self, broker):
         return True
 
     def report(self, **figures):

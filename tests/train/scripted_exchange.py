@@ -112,7 +112,7 @@ class ScriptedExchange(Stated):
             raise AggregateTimeout("waited for the others")
         return update
 
-    def everyone_drained(self, master):
+    def everyone_drained(self, broker):
         return self.others_drained()
 
     def report(self, **figures):

@@ -333,7 +333,7 @@ class Landing(Exchange):
     def poll(self):
         return self.coming.pop(0) if self.coming else None
 
-    def everyone_drained(self, master):
+    def everyone_drained(self, broker):
         return True
 
 

@@ -28,14 +28,14 @@ def test_what_is_withdrawn_stands_in_the_next_offer_and_what_has_landed_in_none(
     assert (tracker.ages, tracker.offers, tracker.applied) == ([1], 2, 1)
 
 
-def test_an_offer_is_withdrawn_from_its_own_master_alone():
+def test_an_offer_is_withdrawn_from_its_own_shard_alone():
     tracker = ContributionTracker(2)
     tracker.made_steps(1, 4)
     tracker.offered(2, 0)
     tracker.offered(3, 1)
     tracker.take_back([2])
     assert tracker.unsent(0)[:2] == (0, 0) and tracker.unsent(1)[:2] == (4, 1)
-    assert (tracker.master_of(2), tracker.master_of(3)) == (0, None)
+    assert (tracker.shard_of(2), tracker.shard_of(3)) == (0, None)
 
 
 def test_what_is_dropped_stands_for_nothing_even_if_its_offer_is_withdrawn_later():

@@ -19,22 +19,22 @@ def leaves_of(seed):
     return [random.standard_normal(leaf.shape).astype(np.float32) for leaf in MODEL]
 
 
-def parts_of(leaves, shard, masters):
-    layout = Layout(MODEL, 1, (shard, masters))
+def parts_of(leaves, shard, shards):
+    layout = Layout(MODEL, 1, (shard, shards))
     values = enumerate(layout.join(layout.split(leaves)))
     return [Part(leaf, layout.part(leaf).start, array) for leaf, array in values if array.size]
 
 
-@pytest.mark.parametrize("masters", [1, 2, 3])
-def test_the_parts_of_all_masters_are_the_leaves(masters):
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_the_parts_of_all_shards_are_the_leaves(shards):
     leaves = leaves_of(0)
-    parts = [part for shard in range(masters) for part in parts_of(leaves, shard, masters)]
+    parts = [part for shard in range(shards) for part in parts_of(leaves, shard, shards)]
     for ours, leaf in zip(whole_leaves(MODEL, parts[::-1]), leaves, strict=True):
         assert ours.shape == leaf.shape
         np.testing.assert_array_equal(ours, leaf)
 
 
-def test_what_a_master_has_not_stays_as_it_was():
+def test_what_a_shard_has_not_stays_as_it_was():
     old, new, layout = leaves_of(0), leaves_of(1), Layout(MODEL, 1, (1, 2))
     for index, leaf in enumerate(whole_leaves(MODEL, parts_of(new, 1, 2), [jnp.array(leaf) for leaf in old])):
         wanted = old[index].reshape(-1).copy()
@@ -51,7 +51,7 @@ def test_a_part_is_put_whole_into_leaves_in_the_order_of_fortran():
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_a_masters_snapshot_keeps_what_is_pending_and_no_other_shard_moves(where):
+def test_a_shards_snapshot_keeps_what_is_pending_and_no_other_shard_moves(where):
     params, anchor, new = leaves_of(0), leaves_of(1), leaves_of(2)
     whole, layout = WholeLayout(MODEL, 1, 2), Layout(MODEL, 1, (0, 2))
     own = {0: [np.full(n, 0.5, np.float32) for n in layout.counts(0)]}

@@ -14,7 +14,7 @@ from zmqtrain.train.sync import DelayedSync
 def exchange_of():
     exchange = ScriptedExchange()
     exchange.stopped, exchange.lands_at_once = False, True
-    exchange.everyone_drained = lambda master: True
+    exchange.everyone_drained = lambda broker: True
     return exchange
 
 

@@ -21,7 +21,7 @@ from zmqtrain.train.synchronous import Allreduce, Server, synchronous_from_spec
         ("allreduce:ring,codec=topk:density=0.01+int8", Allreduce("ring", codec="topk:density=0.01+int8")),
         ("server", Server()),
         ("server:async", Server("async")),
-        ("server:bounded:s=3,masters=4", Server("bounded:s=3", 4)),
+        ("server:bounded:s=3,shards=4", Server("bounded:s=3", 4)),
         ("server:consistency=bounded:s=3,workers=2", Server("bounded:s=3", workers=2)),
         ("server:bsp,optimizer=momentum:rate=0.1,momentum=0.9", Server(optimizer="momentum:rate=0.1,momentum=0.9")),
         ("server:optimizer=sgd:rate=0.1", Server(optimizer="sgd:rate=0.1")),
@@ -48,7 +48,7 @@ def test_a_text_names_a_choice_and_its_canonical_text_the_same(text, choice):
         ("allreduce:timeout=0", "bucket and timeout must be more than 0"),
         ("allreduce:timeout=long", "timeout is a number of seconds, got 'long'"),
         ("allreduce:bucket=8", "bucket is written like 6GB, 512MB or 2e9, not '8': that would be 8 bytes"),
-        ("server:masters=two", "masters is a whole number, got 'two'"),
+        ("server:shards=two", "shards is a whole number, got 'two'"),
     ],
 )
 def test_what_cannot_be_is_said_with_the_choices(text, why):

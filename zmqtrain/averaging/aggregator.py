@@ -100,7 +100,7 @@ class Released:
 class Aggregator:
     """The arrays of the hub: parameters, published, the running sum and the outer optimizer's state.
 
-    shard: which of several masters' parts of the model these are.  `version` is -1 until `found` or `restore`.
+    shard: which of several brokers' parts of the model these are.  `version` is -1 until `found` or `restore`.
     """
 
     def __init__(self, settings: RunSettings, shard: int = 0) -> None:
@@ -138,7 +138,7 @@ class Aggregator:
                 f"a model of {count_values(model):,} values; at most {MOST_VALUES:,} can be trained", ""
             )
         fragments = self.settings.fragments_of(count_values(model))
-        self.layout = Layout(model, fragments, (self.shard, self.settings.masters))
+        self.layout = Layout(model, fragments, (self.shard, self.settings.shards))
 
     def publish_bound(self, publish: Publish) -> int:
         """Return the bytes that a publish must have, and its most."""

@@ -200,12 +200,12 @@ class DeltaCoder:
     """Encodes offers and decodes aggregates and snapshots, for one model under one run's settings.
 
     device: the coder of the device that holds the parameters; None: this processor. It is set before the first offer,
-    and stays: so do the states of the codecs.  shard: which of several masters' parts of the model is exchanged here.
+    and stays: so do the states of the codecs.  shard: which of several brokers' parts of the model is exchanged here.
     """
 
     def __init__(self, model: ModelSpec, settings: RunSettings, device: OnDevice | None = None, shard: int = 0) -> None:
         self.model = model
-        self.layout = Layout(model, settings.fragments_of(count_values(model)), (shard, settings.masters))
+        self.layout = Layout(model, settings.fragments_of(count_values(model)), (shard, settings.shards))
         self.settings = settings
         self.coding = coding_from_spec(settings.at_first.codec)
         self.broadcast_coding = coding_from_spec(settings.at_first.broadcast_codec)

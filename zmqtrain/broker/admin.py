@@ -17,7 +17,7 @@ from zmqtrain.protocol.messages import Hello, Message, Probed, Quarantine, Repor
 from zmqtrain.strategies.measures import gains
 
 OTHER_KEYS = (
-    "a master of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "
+    "a broker of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "
     "it with a copy of the keys folder of the first (--keys)"
 )
 NO_OPERATOR = (
@@ -40,7 +40,7 @@ class AdminService:
         self.effects: EffectHandlers = {SendTo: self._send, Broadcast: self._broadcast, Answer: self._answer}
 
     def _hello(self, peer: PeerId, hello: Hello, now: float) -> None:
-        if hello.role in ("master", "standby") and not self._access.has_hub_keys(peer):
+        if hello.role in ("broker", "standby") and not self._access.has_hub_keys(peer):
             return self._core.expel(peer, ZmqTrainError(OTHER_KEYS), "keys")
         self._core.receive(peer, hello, now)
         self._loads.limit(peer)

@@ -244,7 +244,7 @@ class BrokerOptions:
     when there is something to save.  run: the id of a new run; "": a random one.
     watch: called in the broker's loop with every roster.  events: receives what happens here.
     share: what training may use of this machine's port; None: all of it.
-    registration: for a master that is not the first of its run, its line to the first, which has welcomed it and gives
+    registration: for a broker that is not the first of its run, its line to the first, which has welcomed it and gives
     the settings.  takeover: what a standby takes over, in place of the checkpoint folder's state.
     beginning: the parameters that a new run begins with, None for those of its nodes.
     """
@@ -291,7 +291,7 @@ class Broker:
         if registration is not None and registration.peer.founded and self.hub.version < 0:
             raise ConfigError(
                 f"{self.hub.run} has begun, and shard {shard} of its parameters is not here: start it with its "
-                "checkpoint, or all masters without"
+                "checkpoint, or all brokers without"
             )
         self._planner.meter = self.loads = LoadMeter(self.core, self.share)
         self.standby = StandbyService(self.core)
@@ -424,7 +424,7 @@ class Broker:
 
     @property
     def public_address(self) -> str:
-        """The address at which nodes look for this broker: as it was registered with the first master, or its
+        """The address at which nodes look for this broker: as it was registered with the first broker, or its
         channel's."""
         registration = self.options.registration
         return registration.address if registration is not None else self.channel.address
@@ -462,6 +462,6 @@ class Broker:
         self.groups.relays.forget(peer)
         self.snapshots.forget(peer)
         self.parameters.lost(peer)
-        if effect.reason not in ("again", "observer", "process", "master"):
+        if effect.reason not in ("again", "observer", "process", "broker"):
             self.uploads.forget_norms(peer)
         self.uploads.forget(peer)

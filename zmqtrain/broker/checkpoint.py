@@ -30,7 +30,7 @@ from zmqtrain.checkpoint.model_files import (
 )
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import CheckpointError, ConfigError
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import RunSettings, with_present_names
 from zmqtrain.core.types import Buffer, ModelSpec, Version
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
@@ -93,14 +93,14 @@ MODEL_FILE = "model.safetensors"
 """The name of the file that has the shared parameters alone."""
 BEST_FILE, LAST_FILE = "model-best.safetensors", "model-last.safetensors"
 """The best evaluated parameters, and the last ones: those that are not in `MODEL_FILE`."""
-MOST_MASTERS = 9999
+MOST_SHARDS = 9999
 """As `--shard I/M` takes."""
 _FORMAT = "zmqtrain part 1"
 
 
-def part_file(shard: int | str, masters: int | str) -> str:
+def part_file(shard: int | str, shards: int | str) -> str:
     """Return the name of the file that has one shard's share of the parameters; with "*" a pattern of such names."""
-    return f"model-{shard}-of-{masters}.safetensors"
+    return f"model-{shard}-of-{shards}.safetensors"
 
 
 def export_part(folder: Path, arrays: Mapping[str, NDArray[np.float32]], layout: Layout, facts: ModelFacts) -> Path:
@@ -108,16 +108,16 @@ def export_part(folder: Path, arrays: Mapping[str, NDArray[np.float32]], layout:
 
     arrays: as `Aggregator.arrays` returns them.
     """
-    shard, masters = layout.shard
-    if masters == 1:
+    shard, shards = layout.shard
+    if shards == 1:
         write_model(folder / MODEL_FILE, model_arrays(arrays), facts)
         return folder / MODEL_FILE
-    path = folder / part_file(shard, masters)
+    path = folder / part_file(shard, shards)
     leaves = [
         [leaf.path, list(leaf.shape), layout.part(index).start, layout.part(index).stop]
         for index, leaf in enumerate(layout.spec)
     ]
-    part = {"run": facts.run, "version": facts.version, "shard": shard, "masters": masters, "leaves": leaves}
+    part = {"run": facts.run, "version": facts.version, "shard": shard, "shards": shards, "leaves": leaves}
     write_arrays(path, model_arrays(arrays), facts_to_metadata(facts) | {"format": _FORMAT, "part": json.dumps(part)})
     return path
 
@@ -128,7 +128,7 @@ class _Part(msgspec.Struct):
     run: str
     version: Annotated[int, msgspec.Meta(ge=0)]
     shard: Annotated[int, msgspec.Meta(ge=0)]
-    masters: Annotated[int, msgspec.Meta(le=MOST_MASTERS)]
+    shards: Annotated[int, msgspec.Meta(le=MOST_SHARDS)]
     leaves: list[tuple[str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...], int, int]]
     path: Path = Path()
     arrays: dict[str, Any] = {}
@@ -150,8 +150,8 @@ def _read(path: Path) -> _Part:
             part = msgspec.json.decode(metadata["part"], type=_Part)
             part.path, part.arrays = path, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         part.facts = facts_from_metadata(metadata)
-        if part.shard >= part.masters:
-            raise ValueError(f"it says shard {part.shard} of {part.masters} masters")
+        if part.shard >= part.shards:
+            raise ValueError(f"it says shard {part.shard} of {part.shards} brokers")
         for name, shape, start, stop in part.leaves:
             array = part.arrays.get(name, np.zeros(0, np.float32))
             if not 0 <= start <= stop <= prod(shape):
@@ -178,27 +178,27 @@ def _find(place: Path) -> Path:
         names = ", ".join(path.name for path in found)
         raise CheckpointError(f"there are several parts in {place} ({names}): name the files, not the folder")
     raise CheckpointError(
-        f"there is no part of a model in {place}: a master writes it to its --checkpoint folder when it ends (with the "
-        "run, or at Ctrl-C); start that master again on the folder, and end it"
+        f"there is no part of a model in {place}: a broker writes it to its --checkpoint folder when it ends (with the "
+        "run, or at Ctrl-C); start that broker again on the folder, and end it"
     )
 
 
 def merge_parts(places: Sequence[Path], out: Path) -> int:
     """Join parts to one model, written to `out`; return its number of values.
 
-    places: per master its file or the folder of this, in any order; or the folder of `zmqtrain local`, which has all.
-    Logs the version of each part, because masters release independently, and one that stood still is old.
+    places: per broker its file or the folder of this, in any order; or the folder of `zmqtrain local`, which has all.
+    Logs the version of each part, because brokers release independently, and one that stood still is old.
     Raises CheckpointError if a part is missing, is there twice, is of another run or model, or cannot be read.
     """
     parts = [_read(_find(inside)) for place in places for inside in sorted(place.glob("shard-*")) or [place]]
     if not parts:
-        raise CheckpointError("no parts are given: name the --checkpoint folder of every master")
+        raise CheckpointError("no parts are given: name the --checkpoint folder of every broker")
     first = parts[0]
     seen: dict[int, Path] = {}
     for part in parts:
         for what, ours, theirs in (
             ("run", first.run, part.run),
-            ("number of masters", first.masters, part.masters),
+            ("number of brokers", first.shards, part.shards),
             ("model", first.shapes, part.shapes),
         ):
             if ours != theirs:
@@ -207,11 +207,11 @@ def merge_parts(places: Sequence[Path], out: Path) -> int:
         if part.shard in seen:
             raise CheckpointError(f"{seen[part.shard]} and {part.path} are both of shard {part.shard}")
         seen[part.shard] = part.path
-    if missing := [str(shard) for shard in range(first.masters) if shard not in seen]:
+    if missing := [str(shard) for shard in range(first.shards) if shard not in seen]:
         shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
         raise CheckpointError(
-            f"of the {first.masters} shards of {first.run} these are missing: {shown}; name the "
-            "--checkpoint folders of their masters too"
+            f"of the {first.shards} shards of {first.run} these are missing: {shown}; name the "
+            "--checkpoint folders of their brokers too"
         )
     parts.sort(key=lambda part: part.shard)
     versions = ", ".join(f"{part.version} (shard {part.shard})" for part in parts)
@@ -222,12 +222,12 @@ def merge_parts(places: Sequence[Path], out: Path) -> int:
 
 
 def join_parts(model: ModelSpec, parts: Sequence[Mapping[str, NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:
-    """Return the whole leaves of a model. parts: those of each master, by shard, flat or whole."""
+    """Return the whole leaves of a model. parts: those of each broker, by shard, flat or whole."""
     joined = {}
     for leaf in model:
         values = np.concatenate([part[leaf.path].reshape(-1) for part in parts])
         if values.size != leaf.values:
-            raise CheckpointError(f"of the leaf {leaf} the masters have {values.size} values")
+            raise CheckpointError(f"of the leaf {leaf} the brokers have {values.size} values")
         joined[leaf.path] = values.reshape(leaf.shape)
     return joined
 
@@ -350,19 +350,19 @@ class Keeper:
         if state.get("shard", 0) != hub.shard:
             raise ConfigError(
                 f"the checkpoint in {folder.folder} is of shard {state.get('shard', 0)}, this broker has shard "
-                f"{hub.shard}: every master needs a --checkpoint folder of its own"
+                f"{hub.shard}: every broker needs a --checkpoint folder of its own"
             )
         if hub.shard and state["run"] != hub.run:
             if state["version"] <= 0 and not any(folder.replay(0)):
                 logger.warning("%s was founded, and never begun: its checkpoint is of no use any more", state["run"])
                 return ()
             raise ConfigError(
-                f"the checkpoint in {folder.folder} is of {state['run']}, the first master runs {hub.run}: start "
+                f"the checkpoint in {folder.folder} is of {state['run']}, the first broker runs {hub.run}: start "
                 "that with its own checkpoint of this run, or give another --checkpoint folder"
             )
         # in strict mode the data lie in as many lanes as nodes began the run
         free = [name for name in FREE_SETTINGS if not (hub.settings.mode == "strict" and name == "start_nodes")]
-        difference = describe_difference(state["settings"], hub.settings.to_dict(), free)
+        difference = describe_difference(with_present_names(state["settings"]), hub.settings.to_dict(), free)
         if difference:
             raise ConfigError(
                 f"the checkpoint in {folder.folder} was written under other settings: {difference}. "
@@ -668,7 +668,7 @@ class RunFolders:
                 found.append((checkpoints[-1].stat().st_mtime, folder))
         return max(found)[1] if found else None
 
-    def folder(self, run: str, shard: int = 0, masters: int = 1, term: int = 0) -> Path:
-        """Return the folder of a run, of one master's shard of it, or (term > 0) of a standby that took over."""
+    def folder(self, run: str, shard: int = 0, shards: int = 1, term: int = 0) -> Path:
+        """Return the folder of a run, of one broker's shard of it, or (term > 0) of a standby that took over."""
         path = self.root / (f"{run}-term-{term}" if term else run)
-        return path if masters == 1 else path / f"shard-{shard}"
+        return path if shards == 1 else path / f"shard-{shard}"

@@ -67,7 +67,7 @@ class BrokerAccess:
         return 0
 
     def has_hub_keys(self, peer: PeerId) -> bool:
-        """Return whether a peer came in with the hub's own pair, as masters and standbys must."""
+        """Return whether a peer came in with the hub's own pair, as brokers and standbys must."""
         return True
 
     def key_name(self, peer: PeerId) -> str:
@@ -338,9 +338,9 @@ class BrokerLog:
         logger.warning("an operator, %s, ends the run: %s", self._name(peer), what)
 
     def over(self, by_first: bool = False) -> None:
-        """The run has ended. by_first: the first master says so."""
+        """The run has ended. by_first: the first broker says so."""
         if by_first:
-            logger.info("the first master says that the run is over")
+            logger.info("the first broker says that the run is over")
         elif self._hub.stopped_at is not None:
             logger.info("an operator has ended the run, and every node has left: it is over")
         else:
@@ -425,11 +425,11 @@ class BrokerLog:
         elif reason == "standby":
             rest = "" if text.endswith(TAKES_OVER) else "; the nodes go on here without it"
             logger.warning("the standby left: %s%s", text, rest)
-        elif reason == "master":
+        elif reason == "broker":
             self._log.warning("%s left: %s; its shard is exchanged again when it is back", self._name(peer), text)
         else:
             self._log.log(level, "%s left: %s (%s)", self._name(peer), text, self._count_nodes("remain"))
-        if reason not in ("observer", "process", "master", "standby"):
+        if reason not in ("observer", "process", "broker", "standby"):
             self._member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
 
     def _member(self, peer: PeerId, what: str, text: str) -> None:

@@ -54,7 +54,7 @@ def check_capacity(model: ModelSpec, memory_bytes: int | None = None) -> None:
     if 4 * MODELS_HELD * values > memory_bytes:
         raise ConfigError(
             f"a model of {values:,} values needs {4 * MODELS_HELD * values / 2**30:.0f} GiB at its hub, which has "
-            f"{memory_bytes / 2**30:.0f}: divide it among masters, each on a machine of its own"
+            f"{memory_bytes / 2**30:.0f}: divide it among brokers, each on a machine of its own"
         )
 
 
@@ -78,7 +78,7 @@ class PendingUploads:
         peer, announcement = expect.peer, expect.announcement
         try:
             if isinstance(announcement, Snapshot):
-                if self._hub.settings.masters == 1:  # of several each has a share
+                if self._hub.settings.shards == 1:  # of several each has a share
                     check_capacity(self._hub.model)
                 self._aggregator.plan(self._hub.model)
                 check_sizes(announcement, self._aggregator.snapshot_bound(), sends_optimizer_state(self._hub.settings))
@@ -199,10 +199,10 @@ class ReleasePipeline:
             self._codec.do(self._keeper.save, self._hub.state(), self._aggregator)
 
     def look_at_scores(self) -> None:
-        """Keep the version that was evaluated, if it is the best so far and one master has all of the model."""
+        """Keep the version that was evaluated, if it is the best so far and one broker has all of the model."""
         version, loss = self._hub.score_version, self._hub.scores.get("loss", nan)
         settings = self._hub.settings
-        if version <= self._looked_at_score or settings.masters > 1 or settings.mode == "strict" or not isfinite(loss):
+        if version <= self._looked_at_score or settings.shards > 1 or settings.mode == "strict" or not isfinite(loss):
             return
         self._looked_at_score = version
         if self._keeper.is_best(version, loss):

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics
 from zmqtrain.broker.checkpoint import RunFolders, new_run
 from zmqtrain.broker.core import BrokerAccess
-from zmqtrain.broker.standby import MasterPlace, Registration, Standby, StandbyPlace, TakeoverState
+from zmqtrain.broker.standby import Registration, ShardPlace, Standby, StandbyPlace, TakeoverState
 from zmqtrain.checkpoint.model_files import Beginning
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.interfaces import Channel
@@ -147,7 +147,7 @@ class ServeOptions(TypedDict, total=False):
     may come in; None: every peer that reaches the address.
     checkpoint, checkpoint_every, checkpoint_keep, run, watch, events, share, beginning: as in `BrokerOptions`; of
     `RunFolders` the run's own.  watch's last roster says how the run ended.
-    place: where this broker belongs if it is not the first of its run's masters; it takes the settings from the first.
+    place: where this broker belongs if it is not the first of its run's brokers; it takes the settings from the first.
     """
 
     keys: CurveKeys | KeyFolder | None
@@ -158,7 +158,7 @@ class ServeOptions(TypedDict, total=False):
     watch: Callable[[Roster], None] | None
     events: BrokerEvents | None
     share: LinkShare | None
-    place: MasterPlace | None
+    place: ShardPlace | None
     beginning: Beginning | None
 
 
@@ -179,7 +179,7 @@ def serve(
     first stops the broker (in the main thread only; None leaves signals alone, and an ignored SIGHUP stays ignored).
     standby: the broker that this one follows until it takes over (settings are then that one's); if it never does, the
     figures have version -1.  following: called in its loop once the first has answered.
-    Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first master), and the error that ended it.
+    Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first broker), and the error that ended it.
     """
     return asyncio.run(_Host(address, settings, standby, options, ready, following, interrupted).run())
 
@@ -267,7 +267,7 @@ class _Host:
         options: dict[str, Any] = {key: one for key, one in self.options.items() if key not in ("keys", "place")}
         options |= {"run": name, "registration": self.registration, "takeover": takeover}
         if isinstance(checkpoint, RunFolders):
-            options |= {"checkpoint": checkpoint.folder(name, shard, settings.masters, term), "own_folder": True}
+            options |= {"checkpoint": checkpoint.folder(name, shard, settings.shards, term), "own_folder": True}
         broker = Broker(channel, settings, BrokerOptions(**options), access)
         channel.remember(broker.hub.records.owner)
         return broker

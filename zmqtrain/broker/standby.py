@@ -1,4 +1,4 @@
-"""Lines between brokers: a standby, its hub's side, and a master's registration with the first."""
+"""Lines between brokers: a standby, its hub's side, and a broker's registration with the first."""
 
 from __future__ import annotations
 
@@ -285,15 +285,15 @@ class StandbyPlace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MasterPlace:
-    """Where a master other than the first belongs. shard: 1 to masters - 1.  first: the address of the first.
+class ShardPlace:
+    """Where a broker other than the first belongs. shard: 1 to brokers - 1.  first: the address of the first.
 
     address: at which nodes reach this one; "": this machine's address on the way to the first.  wait_seconds: how long
     to wait for the first's answer.
     """
 
     shard: int
-    masters: int
+    shards: int
     first: str
     address: str = ""
     wait_seconds: float = 30.0
@@ -314,7 +314,7 @@ class _FirstSession(NullListener):
     meanwhile: what goes on without the first.
     """
 
-    def __init__(self, peer: Peer, place: StandbyPlace | MasterPlace, access: BrokerAccess, meanwhile: str) -> None:
+    def __init__(self, peer: Peer, place: StandbyPlace | ShardPlace, access: BrokerAccess, meanwhile: str) -> None:
         self._peer, self._first, self._wait_seconds = peer, place.first, place.wait_seconds
         self.stopped = False
         self._link = HubSession(access, peer, place.first, self, meanwhile=meanwhile)
@@ -521,17 +521,17 @@ class Standby(_FirstSession):
 
 
 class Registration(_FirstSession):
-    """A master's session with the first: it registers a shard, and gets the run's name, its settings and its end.
+    """A broker's session with the first: it registers a shard, and gets the run's name, its settings and its end.
 
-    Rule 1: settings live in one place: the other masters take all of them from the first.  Rule 2: when the first is
+    Rule 1: settings live in one place: the other brokers take all of them from the first.  Rule 2: when the first is
     lost, the shard is still served, and the log says what it waits for.  Rule 3: the first's word that the run is over,
-    or its refusal, ends this master.  address: at which nodes reach this master.
+    or its refusal, ends this broker.  address: at which nodes reach this broker.
     """
 
-    def __init__(self, place: MasterPlace, address: str, access: BrokerAccess) -> None:
+    def __init__(self, place: ShardPlace, address: str, access: BrokerAccess) -> None:
         self.place, self.address = place, address
-        self.name = f"master {place.shard}/{place.masters}"
-        peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
+        self.name = f"broker {place.shard}/{place.shards}"
+        peer = PeerId(f"broker-{place.shard}#{secrets.token_hex(4)}")
         self.peer = Peer(peer, self.name, role=Claim(place.shard, address), incarnation=1)
         super().__init__(self.peer, place, access, "Its shard is served on")
         self._reminded_at = self._not_over_at = clock.monotonic()
@@ -539,17 +539,17 @@ class Registration(_FirstSession):
 
     async def welcomed(self) -> None:
         """Wait for the first's answer. Raises HubUnreachable, ConfigError, JoinRefused (the shard is taken)."""
-        first, masters = self.place.first, self.place.masters
+        first, shards = self.place.first, self.place.shards
         await self._answered(
-            "All masters have a copy of the first one's folder of keys (--keys)",
-            f"the first master does not answer at {first} (waited {self.place.wait_seconds:g} s). Start it: "
-            f"zmqtrain-broker --shard 0/{masters} with the settings of the run; check the address, the port and the "
+            "All brokers have a copy of the first one's folder of keys (--keys)",
+            f"the first broker does not answer at {first} (waited {self.place.wait_seconds:g} s). Start it: "
+            f"zmqtrain-broker --shard 0/{shards} with the settings of the run; check the address, the port and the "
             "firewall",
         )
-        if self.settings.masters != masters:
+        if self.settings.shards != shards:
             raise ConfigError(
-                f"the first master, at {first}, divides the model among {self.settings.masters} masters: --shard "
-                f"{self.place.shard}/{self.settings.masters}, not /{masters}"
+                f"the first broker, at {first}, divides the model among {self.settings.shards} brokers: --shard "
+                f"{self.place.shard}/{self.settings.shards}, not /{shards}"
             )
 
     @property
@@ -559,9 +559,9 @@ class Registration(_FirstSession):
         return self.peer.settings
 
     def ends(self, nodes: int) -> bool:
-        """Return whether this master must end: the run is over, and its nodes have left, or had time to.
+        """Return whether this broker must end: the run is over, and its nodes have left, or had time to.
 
-        nodes: how many are here.  Logs now and then what it waits for.  Raises why this master cannot go on.
+        nodes: how many are here.  Logs now and then what it waits for.  Raises why this broker cannot go on.
         """
         if self.failure is not None:
             raise self.failure
@@ -573,7 +573,7 @@ class Registration(_FirstSession):
         elif now - self._reminded_at >= REMIND_SECONDS:
             self._reminded_at = now
             logger.warning(
-                "%s waits for the first master at %s: new nodes cannot join, and the run cannot end, without it",
+                "%s waits for the first broker at %s: new nodes cannot join, and the run cannot end, without it",
                 self.name,
                 self.place.first,
             )
@@ -585,4 +585,4 @@ class Registration(_FirstSession):
 
     def on_changed(self) -> None:
         """See Listener."""
-        self._log_when_back(f"{self.name} is registered again with the first master, at %s")
+        self._log_when_back(f"{self.name} is registered again with the first broker, at %s")

@@ -139,7 +139,7 @@ def read_model(path: Path) -> tuple[dict[str, NDArray[Any]], ModelFacts]:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if "part" in metadata:
             raise CheckpointError(
-                f"{path} is one master's part of a model: make the whole of all parts with `zmqtrain merge`"
+                f"{path} is one broker's part of a model: make the whole of all parts with `zmqtrain merge`"
             )
         if "state" in metadata:
             raise CheckpointError(

@@ -26,7 +26,7 @@ COMMANDS = {
     "doctor": "whether this PC can train with a hub, and what to fix",
     "keys": "make, list and revoke the keys with which PCs come in",
     "export": "take the model out of a run, or out of its folder",
-    "merge": "make one model of the parts that several masters wrote",
+    "merge": "make one model of the parts that several brokers wrote",
     "sim": "a run on modelled computers and wires, in virtual time",
     "chaos": "a broker and nodes on this PC, broken on purpose: what came of it",
     "demo": "several nodes against one alone on real text, with a plot",

@@ -22,7 +22,7 @@ from zmqtrain import __version__
 from zmqtrain.broker.broker import Broker
 from zmqtrain.broker.checkpoint import MODEL_FILE, RUNS, RunFolders, part_file
 from zmqtrain.broker.serve import serve
-from zmqtrain.broker.standby import MasterPlace, StandbyPlace
+from zmqtrain.broker.standby import ShardPlace, StandbyPlace
 from zmqtrain.cli.display import Display, log_to_stderr, plural, say
 from zmqtrain.cli.ending import leave_at_once
 from zmqtrain.cli.settings import (
@@ -63,22 +63,22 @@ class BrokerConfig(PortOptions, RunOptions):
     bind: str = "tcp://*:5555"
     """Where to listen: all addresses of this machine, or one of them; tcp://127.0.0.1:5555 for this machine alone."""
     shard: str = ""
-    """For several masters: which of them this is, as "0/4" for the first, and "1/4" to "3/4" for the others, which need
+    """For several brokers: which of them this is, as "0/4" for the first, and "1/4" to "3/4" for the others, which need
     --first and no setting of the run."""
     first: str = ""
-    """Where the first of several masters is (tcp://HOST:PORT), if this is another: it has the settings of the run."""
+    """Where the first of several brokers is (tcp://HOST:PORT), if this is another: it has the settings of the run."""
     standby: str = ""
     """Follow the broker at this address (tcp://HOST:PORT), with no setting of the run; take over when it is gone."""
     takeover_seconds: float = 3.0
     """For a standby: how long the broker that it follows must be gone, while at least half of the nodes say so too."""
     address: str = ""
-    """For another master than the first, and for a standby: where nodes reach it (tcp://HOST:PORT); empty: at this
+    """For another broker than the first, and for a standby: where nodes reach it (tcp://HOST:PORT); empty: at this
     machine's address on the way to the first, and the port of --bind."""
     wait_seconds: float = 30.0
-    """For another master than the first, and for a standby: how long to wait for the first's answer."""
+    """For another broker than the first, and for a standby: how long to wait for the first's answer."""
     keys: Folder = None
     """The folder of keys, as zmqtrain keys keeps it; on the network ~/.config/zmqtrain/keys if not given, where the
-    broker makes what is missing. All masters of a run have the same."""
+    broker makes what is missing. All brokers of a run have the same."""
     insecure: bool = False
     """Listen on the network without keys: everybody who reaches the port can join, and everybody who sees the traffic
     can read it.    For a network that you trust."""
@@ -107,49 +107,49 @@ class BrokerConfig(PortOptions, RunOptions):
 
     @property
     def shard_index(self) -> int:
-        """Which of several masters this is; 0: the first, or the only one."""
+        """Which of several brokers this is; 0: the first, or the only one."""
         return int(self.shard.partition("/")[0] or 0)
 
     def _read_shard(self) -> int:
-        """Take the number of masters from `shard`; return which of them this is."""
+        """Take the number of brokers from `shard`; return which of them this is."""
         if not self.shard:
             return 0
         form = re.fullmatch(r"(\d{1,4})/(\d{1,4})", self.shard, re.ASCII)
         if form is None:
             raise ConfigError(
-                f"shard is which of how many masters this is, as 0/4 for the first of four, got {self.shard!r}"
+                f"shard is which of how many shards this is, as 0/4 for the first of four, got {self.shard!r}"
             )
-        index, masters = int(form[1]), int(form[2])
-        if not index < masters:
-            raise ConfigError(f"shard {self.shard}: of {masters} masters the first is 0 and the last is {masters - 1}")
-        if self.masters not in (1, masters):
-            raise ConfigError(f"shard {self.shard} says {masters} masters, masters says {self.masters}: leave one out")
-        object.__setattr__(self, "masters", masters)
+        index, shards = int(form[1]), int(form[2])
+        if not index < shards:
+            raise ConfigError(f"shard {self.shard}: of {shards} shards the first is 0 and the last is {shards - 1}")
+        if self.shards not in (1, shards):
+            raise ConfigError(f"shard {self.shard} says {shards} shards, shards says {self.shards}: leave one out")
+        object.__setattr__(self, "shards", shards)
         return index
 
     def _check_shard(self, index: int) -> None:
-        if self.record is not None and self.masters > 1:
-            raise ConfigError("a run of several masters cannot be recorded, nor lived again: leave --record out")
+        if self.record is not None and self.shards > 1:
+            raise ConfigError("a run of several brokers cannot be recorded, nor lived again: leave --record out")
         if self.standby:
             return self._check_standby()
         if index == 0:
             for name in ("first", "address"):
                 if getattr(self, name):
-                    raise ConfigError(f"{name} is for the other masters: this is the first (--shard 1/M to M-1/M)")
+                    raise ConfigError(f"{name} is for the other brokers: this is the first (--shard 1/M to M-1/M)")
             return
         if not self.first:
             raise ConfigError(
-                f"shard {self.shard} needs the address of the first master, which has the settings: say --first "
+                f"shard {self.shard} needs the address of the first broker, which has the settings: say --first "
                 "tcp://HOST:PORT, as that one printed it"
             )
         parse_address(self.first)
-        self._check_follower("the first master's", "--shard 0 is started")
+        self._check_follower("the first broker's", "--shard 0 is started")
 
     def _check_standby(self) -> None:
         if self.shard:
             raise ConfigError("a standby follows a broker that has the whole model: leave --shard or --standby out")
         if self.first:
-            raise ConfigError("first is for the other masters of a run, a standby says --standby alone")
+            raise ConfigError("first is for the other brokers of a run, a standby says --standby alone")
         if self.record is not None:
             raise ConfigError("a standby has not seen how its run began, and cannot record it: leave --record out")
         parse_address(self.standby)
@@ -163,8 +163,8 @@ class BrokerConfig(PortOptions, RunOptions):
         if self.from_file is not None:
             raise ConfigError(f"with which parameters the run begins (--from) is to be said where {where}")
         require("wait_seconds", self.wait_seconds, 0)
-        not_given = RunSettings(masters=self.masters)  # where there are several, nothing is auto
-        names = [field.name for field in fields(RunSettings) if field.name != "masters"]
+        not_given = RunSettings(shards=self.shards)  # where there are several, nothing is auto
+        names = [field.name for field in fields(RunSettings) if field.name != "shards"]
         given = [name for name in names if getattr(self, name) != getattr(not_given, name)]
         if given:
             raise ConfigError(
@@ -311,7 +311,7 @@ def result(
     if (model := folder / MODEL_FILE).exists():
         lines.append(f"the model: {model}")
     elif parts := sorted(folder.glob(part_file("*", "*"))):
-        lines.append(f"this master's part of the model: {parts[0]} (zmqtrain merge makes the whole of all)")
+        lines.append(f"this broker's part of the model: {parts[0]} (zmqtrain merge makes the whole of all)")
     options = "the same options, more --units" if over else "the same options"
     command, _, part = program.partition(" ")
     line = f"{command_word(command)} {part}".rstrip()
@@ -360,14 +360,14 @@ def open_keys(config: BrokerConfig) -> KeyFolder | None:
     return folder
 
 
-def _place(config: BrokerConfig) -> MasterPlace | None:
-    """Return this master's place, None for the first or only one. Raises ConfigError."""
+def _place(config: BrokerConfig) -> ShardPlace | None:
+    """Return this broker's place, None for the first or only one. Raises ConfigError."""
     if config.shard_index == 0:
         return None
     check_host(config.first)
-    return MasterPlace(
+    return ShardPlace(
         shard=config.shard_index,
-        masters=config.masters,
+        shards=config.shards,
         first=config.first,
         address=config.address,
         wait_seconds=config.wait_seconds,
@@ -480,14 +480,14 @@ def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFo
     what = "type" if config.program else "connect your training loop"
     lines.append(f"{what} {where}{', one of' if len(ways) > 1 else ''}:")
     lines += [f"  {one}" for one in ways]
-    if config.masters > 1:
+    if config.shards > 1:
         address = node_addresses(config.bind, own)[0]
         trust = "--insecure" if keys is None else "--keys FOLDER"
-        others = "1" if config.masters == 2 else f"1 to {config.masters - 1}"
+        others = "1" if config.shards == 2 else f"1 to {config.shards - 1}"
         copied = f", where a copy of {shlex.quote(str(keys.path))} is that FOLDER" if keys is not None else ""
         lines.append(
-            f"and the other masters, I = {others}, where you like{copied}:\n"
-            f"  {command_word('zmqtrain-broker')} --shard I/{config.masters} --first {address} {trust}"
+            f"and the other brokers, I = {others}, where you like{copied}:\n"
+            f"  {command_word('zmqtrain-broker')} --shard I/{config.shards} --first {address} {trust}"
         )
     return "\n".join(lines)
 
@@ -530,11 +530,11 @@ def _said_folder(keys: KeyFolder) -> str:
 
 
 def shard_greeting(config: BrokerConfig, run: str, version: int, address: str) -> str:
-    """Return the first words of a master that is not the first. address: where nodes reach it."""
+    """Return the first words of a broker that is not the first. address: where nodes reach it."""
     resumed = f", resumed at version {version}" if version >= 0 else ""
     return (
         f"{run}{resumed}: shard {config.shard}, which nodes reach at {address} (--address says otherwise)\n"
-        f"nodes join at the first master:  {config.first}"
+        f"nodes join at the first broker:  {config.first}"
     )
 
 

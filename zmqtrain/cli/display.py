@@ -224,7 +224,7 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         parts.append(f"term {term}")
     if standby := _word(roster.hub, "standby"):
         parts.append(f"standby {standby}")
-    if missing := name_missing(roster.masters):
+    if missing := name_missing(roster.shards):
         parts.append(f"without {missing}")
     if served := roster.served:
         keys, pushes, clients = (

@@ -43,20 +43,20 @@ def model_of_run(
 ) -> Model:
     """Return the parameters of the run at `address` by leaf path, as its nodes have them, and their facts.
 
-    Of several masters the first's address is enough; each sends its part, of a version of its own.
+    Of several brokers the first's address is enough; each sends its part, of a version of its own.
     Raises ConfigError where the run has none yet, HubUnreachable, JoinRefused.
     """
     with _look_on(address, server_key, keys, timeout_seconds) as node:
         facts, parts = _part(node)
-        masters = node.settings.masters
-        if masters == 1:
+        shards = node.settings.shards
+        if shards == 1:
             return parts[0], facts
-        for shard, other in enumerate(node.masters):
+        for shard, other in enumerate(node.shards):
             if shard == 0:
                 continue
             if not other:
                 raise ZmqTrainError(
-                    f"the master of shard {shard} of {masters} is not there, and has a part of the model"
+                    f"the broker of shard {shard} of {shards} is not there, and has a part of the model"
                 )
             with _look_on(other, server_key, keys, timeout_seconds) as line:
                 of_shard, (part,) = _part(line)
@@ -75,7 +75,7 @@ def _part(node: Node) -> tuple[ModelFacts, list[dict[str, NDArray[Any]]]]:
     """Return the facts of what one broker has of the model, and that, flat where it is not a whole leaf."""
     settings, model = node.settings, node.peer.run_model
     snapshot, frames = node.fetch_copy(COPY_SECONDS)
-    layout = Layout(model, settings.fragments_of(count_values(model)), (node.shard, settings.masters))
+    layout = Layout(model, settings.fragments_of(count_values(model)), (node.shard, settings.shards))
     leaves = layout.join(decode_snapshot(layout, split_snapshot(snapshot, frames)[0]))
     roster = node.roster
     facts = ModelFacts(
@@ -102,8 +102,8 @@ def model_of_folder(folder: Path) -> Model:
         return model_of_folder(inside)
     if any(folder.glob("shard-*")) or any(folder.glob(part_file("*", "*"))):
         raise CheckpointError(
-            f"{folder} holds the parts of a model that several masters have: `zmqtrain merge` makes one of them, once "
-            "each master has ended"
+            f"{folder} holds the parts of a model that several brokers have: `zmqtrain merge` makes one of them, once "
+            "each broker has ended"
         )
     run, file = RunFolder(folder), folder / MODEL_FILE
     if (loaded := run.load()) is None:
@@ -178,7 +178,7 @@ main = command(ExportConfig, "zmqtrain export", _export)
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig(LogOptions):
-    """Make one file of the parts of a model that several masters have written.
+    """Make one file of the parts of a model that several brokers have written.
 
     Each wrote its part to its --checkpoint folder when it ended; give all these folders, or the files
     (model-I-of-M.safetensors), in any order.

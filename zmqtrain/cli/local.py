@@ -20,7 +20,7 @@ from typing import IO, Unpack
 
 from zmqtrain.broker.checkpoint import RunFolders, new_run
 from zmqtrain.broker.serve import BrokerThread, ServeOptions
-from zmqtrain.broker.standby import MasterPlace
+from zmqtrain.broker.standby import ShardPlace
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr, plural, say
 from zmqtrain.cli.ending import first_interrupt
@@ -101,7 +101,7 @@ class _Child:
 
 
 class Federation:
-    """A broker, or several masters, and its node processes on 127.0.0.1, from `with` to the end of the block.
+    """A broker, or several brokers, and its node processes on 127.0.0.1, from `with` to the end of the block.
 
     pace_seconds, exchange: of every node.  pin: give each node a share of the cores.  options: of the broker; each
     broker and node has a folder of its own in that of `checkpoint`.
@@ -133,8 +133,8 @@ class Federation:
         options["checkpoint"] = self._checkpoint_of(0)
         self._broker = BrokerThread(HERE, self.settings, **options)
         try:
-            for shard in range(1, self.settings.masters):
-                self._others.append(self._start_master(shard))
+            for shard in range(1, self.settings.shards):
+                self._others.append(self._start_shard(shard))
             for index in range(self.nodes):
                 self._children.append(self._start_node(index))
         except BaseException:
@@ -151,19 +151,19 @@ class Federation:
             self.stop_brokers()
 
     def _checkpoint_of(self, shard: int) -> Path | None:
-        """Return the folder of one master: each has one in that of the run."""
+        """Return the folder of one broker: each has one in that of the run."""
         if (folder := self._folder) is None:
             return None
-        return folder / ("broker" if self.settings.masters == 1 else f"shard-{shard}")
+        return folder / ("broker" if self.settings.shards == 1 else f"shard-{shard}")
 
-    def _start_master(self, shard: int) -> BrokerThread:
+    def _start_shard(self, shard: int) -> BrokerThread:
         return BrokerThread(
             HERE,
             None,
             checkpoint=self._checkpoint_of(shard),
             checkpoint_every=self._options.get("checkpoint_every", ""),
             checkpoint_keep=self._options.get("checkpoint_keep", 3),
-            place=MasterPlace(shard=shard, masters=self.settings.masters, first=self.broker.address),
+            place=ShardPlace(shard=shard, shards=self.settings.shards, first=self.broker.address),
         )
 
     def stop_brokers(self) -> None:
@@ -228,7 +228,7 @@ class Federation:
         name = f"node-{index + 1}"
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "zmqtrain.cli.node", self.broker.address, "--name", name, "--follow-stdin"]
-        if self._folder is not None and self.settings.masters == 1 and self.exchange == "hub":
+        if self._folder is not None and self.settings.shards == 1 and self.exchange == "hub":
             command += ["--checkpoint", str(self._folder / name), "--new-run"]
             command += ["--checkpoint-every", self._options.get("checkpoint_every", "")]
             command += ["--checkpoint-keep", str(self._options.get("checkpoint_keep", 3))]

@@ -61,7 +61,7 @@ from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.costs import Place, estimate
 from zmqtrain.session.hub_session import Solitude
-from zmqtrain.synchronous.exchanges import check_masters, open_gradients, read_exchange, unit_wait_seconds
+from zmqtrain.synchronous.exchanges import check_shards, open_gradients, read_exchange, unit_wait_seconds
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.synchronous import Allreduce, Server, Synchronous
 from zmqtrain.transport.address import parse_addresses
@@ -94,8 +94,8 @@ class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
     """hub: publish to the broker every so many steps, and wait for nobody. To train in lockstep with the other nodes,
     which must say the same: "allreduce:ring" (or tree, halving, naive, auto; size=4, overlap=next, bucket=8MB,
     check=100, timeout=600, codec=int8), or "server:bsp" (or async, bounded:s=3; optimizer=adam:rate=0.001)."""
-    masters: int = 0
-    """With --exchange server: how many masters the run must have (the broker's --shard); 0: as many as it has."""
+    shards: int = 0
+    """With --exchange server: how many brokers the run must have (the broker's --shard); 0: as many as it has."""
     codec_on: Literal["auto", "host", "device"] = "auto"
     """Where deltas are compressed (to the same bytes): auto: on the device that trains, unless that is a processor."""
     devices: Literal["one", "all"] = "one"
@@ -142,15 +142,15 @@ class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
     def lockstep(self) -> Synchronous | None:
         """How this node trains in lockstep with others; None: it publishes to the broker."""
         choice = read_exchange(self.exchange)
-        return replace(choice, masters=self.masters) if self.masters and isinstance(choice, Server) else choice
+        return replace(choice, shards=self.shards) if self.shards and isinstance(choice, Server) else choice
 
     def _check_exchange(self) -> None:
         choice = read_exchange(self.exchange)
-        require("masters", self.masters, 0)
-        if self.masters and not isinstance(choice, Server):
-            raise ConfigError("masters is said with --exchange server; elsewhere how many there are is the broker's")
-        if self.masters and isinstance(choice, Server) and choice.masters not in (0, self.masters):
-            raise ConfigError(f"--exchange {self.exchange} and --masters {self.masters} say two numbers of masters")
+        require("shards", self.shards, 0)
+        if self.shards and not isinstance(choice, Server):
+            raise ConfigError("shards is given with --exchange server; elsewhere how many there are is the broker's")
+        if self.shards and isinstance(choice, Server) and choice.shards not in (0, self.shards):
+            raise ConfigError(f"--exchange {self.exchange} and --shards {self.shards} say two numbers of shards")
         if choice is not None and self.record is not None:
             raise ConfigError(
                 f"what nodes exchange with --exchange {self.exchange} does not pass the broker, and cannot be recorded "
@@ -250,7 +250,7 @@ def _run(config: NodeConfig) -> int:
             new_run=config.new_run,
         ) as node:
             interruption.goodbyes.insert(0, node.close)
-            check_masters(config.lockstep, node.settings)  # before it waits for others
+            check_shards(config.lockstep, node.settings)  # before it waits for others
             program = load_run_program(node.settings, config.data, node.address)
             if config.devices == "all":
                 program = _on_all_devices(program)

@@ -92,9 +92,9 @@ def _print_roster(roster: Roster, title: str) -> None:
     if plan := roster.hub.get("plan"):
         outer = printable(str(roster.hub["outer"]))
         console.print(f"chosen for {printable(str(plan), MAX_SENTENCE)}, outer optimizer {outer}")
-    for shard, address in enumerate(roster.masters):
+    for shard, address in enumerate(roster.shards):
         if shard:
-            console.print(f"shard {shard} is at {address or 'no address: its master is not here'}")
+            console.print(f"shard {shard} is at {address or 'no address: its broker is not here'}")
     if roster.members:
         console.print(roster_table(roster))
         console.print(f"\n{roster_legend(roster)}", style="dim")
@@ -165,7 +165,7 @@ class StopConfig(OperatorOptions):
     """End the run at HUB: every node finishes its step, sends what it has computed and ends; the broker saves the run
     and its model, and ends.
 
-    A standby and other masters end too. A node that has no connection at that moment trains on alone: end it with
+    A standby and other brokers end too. A node that has no connection at that moment trains on alone: end it with
     Ctrl-C.  (Ctrl-C at the broker ends the broker alone; its nodes train on, and wait for it to be started again.)
 
     Only an operator is obeyed: with the hub's own keys, or, where the hub has none (--insecure, or on the loopback), on

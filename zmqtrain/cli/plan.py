@@ -37,7 +37,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Say what a run can be set to (k, d, codec, fragments), and what it then does: its efficiency, the age of its
-    aggregates, the load of the hub's port, the memory of a card; and the same with more masters and faster hubs.
+    aggregates, the load of the hub's port, the memory of a card; and the same with more brokers and faster hubs.
 
     Example: zmqtrain plan --params 100M --nodes 8 --link 1gbit --step-ms 180 --memory 6GB --activations 2GB
     """
@@ -51,7 +51,7 @@ class PlanConfig:
     link: str = "1gbit"
     """The rate of every node's port."""
     hub_link: str = ""
-    """The rate of each master's port; empty: as link."""
+    """The rate of each broker's port; empty: as link."""
     share: float = 0.8
     """What training may take of every port; the rest is left to ssh, NFS and data."""
     codec: str = ""
@@ -67,10 +67,10 @@ class PlanConfig:
     critical: float = NODE_BATCHES
     """The critical batch size of your training, in batches of one node: with so many nodes a sample teaches half of
     what it does with one. `zmqtrain status` measures it in a run ("another PC would add ...")."""
-    masters: int = 1
+    shards: int = 1
     """How many brokers share the work, each on a port of its own."""
-    masters_on_nodes: bool = False
-    """The masters run on the nodes, and share their ports."""
+    shards_on_nodes: bool = False
+    """The brokers run on the nodes, and share their ports."""
     step_on: Literal["device", "host"] = "device"
     """Where a step is computed: on a card, or on the processor, whose cores it then shares with the codec."""
     codec_on: Literal["auto", "device", "host"] = "auto"
@@ -152,8 +152,8 @@ def wish_of(config: PlanConfig) -> Wish:
         node_bits=parse_rate(config.link, "link"),
         hub_bits=parse_rate(config.hub_link or config.link, "hub_link"),
         share=config.share,
-        masters=config.masters,
-        on_nodes=config.masters_on_nodes,
+        shards=config.shards,
+        on_nodes=config.shards_on_nodes,
         codec=config.codec,
         broadcast_codec=config.broadcast_codec,
         fragments=config.fragments,
@@ -198,7 +198,7 @@ def memory_of(config: PlanConfig, plan: RunPlan) -> MemoryEstimate:
 def settings_line(plan: RunPlan) -> str:
     """Return what to type where the (first) broker is started, besides its program and who may reach it."""
     cut = "" if plan.load.pieces else f" --fragments {plan.fragments}"
-    shard = f" --shard 0/{plan.load.masters}" if plan.load.masters > 1 else ""
+    shard = f" --shard 0/{plan.load.shards}" if plan.load.shards > 1 else ""
     return (
         f"zmqtrain-broker --every {plan.schedule.every} --delay {plan.schedule.delay} --codec {quote(plan.codec)} "
         f"--broadcast-codec {quote(plan.broadcast_codec)} --outer {quote(plan.option.outer)}{cut}{shard}"
@@ -211,7 +211,7 @@ def settings_line(plan: RunPlan) -> str:
 def _plan_table(config: PlanConfig, plan: RunPlan) -> Table:
     wish, predicted, load = plan.wish, plan.prediction, plan.load
     count = format_count(wish.parameters)
-    where = f"{wish.masters} masters" if wish.masters > 1 else "one master"
+    where = f"{wish.shards} brokers" if wish.shards > 1 else "one broker"
     both = plan.codec if plan.broadcast_codec == plan.codec else f"{plan.codec} up, {plan.broadcast_codec} down"
     pieces = "all in each exchange" if load.pieces else "one in each exchange"
     share, least, most = plan.speedup / plan.ideal, plan.speedup * (1 - SPREAD), plan.speedup * (1 + SPREAD)
@@ -240,14 +240,14 @@ def _plan_table(config: PlanConfig, plan: RunPlan) -> Table:
 
 
 def _variants_table(plans: Sequence[RunPlan]) -> Table:
-    table = Table(title="the same with other masters and hubs (Gb/s)", title_justify="left", box=None, pad_edge=False)
-    figures = ("masters", "hub", "codec", "parts", "k", "d", "age", "MB/step", "port", "efficiency", "speed-up")
+    table = Table(title="the same with other brokers and hubs (Gb/s)", title_justify="left", box=None, pad_edge=False)
+    figures = ("shards", "hub", "codec", "parts", "k", "d", "age", "MB/step", "port", "efficiency", "speed-up")
     for column in figures:
         table.add_column(column, justify="left" if column == "codec" else "right")
     for plan in plans:
         predicted = plan.prediction
         table.add_row(
-            str(plan.wish.masters), f"{plan.wish.hub_bits / 1e9:g}", plan.codec, str(plan.fragments),
+            str(plan.wish.shards), f"{plan.wish.hub_bits / 1e9:g}", plan.codec, str(plan.fragments),
             str(plan.schedule.every), str(plan.schedule.delay), f"{predicted.age_steps:.4g}",
             f"{predicted.mb_up:.3g}", f"{max(predicted.port_up, predicted.port_down):.0%}",
             f"{predicted.efficiency:.3f}", f"{plan.speedup:.2f}",
@@ -282,7 +282,7 @@ def _as_json(plan: RunPlan, others: Sequence[RunPlan], memory: MemoryEstimate, l
 
 def _plan_as_json(plan: RunPlan) -> dict[str, Any]:
     return {
-        "masters": plan.wish.masters,
+        "shards": plan.wish.shards,
         "hub_bits_per_second": plan.wish.hub_bits,
         "codec": plan.codec,
         "broadcast_codec": plan.broadcast_codec,

@@ -35,15 +35,13 @@ from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.ending import run_command
 from zmqtrain.core.errors import ConfigError, NotHereYet
-from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RunSettings, read_steps
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RENAMED, RunSettings, read_steps
 from zmqtrain.planning.plans import link_share
 from zmqtrain.transport.address import parse_address, parse_addresses
 
 Config = TypeVar("Config")
 
 NOT_IN_A_FILE = ("config",)
-RENAMED: dict[str, str] = {}
-"""By setting of version 0.1 its name of today: a file with the old one is refused with the new one."""
 MOST_COLUMNS, USAGE_COLUMNS = 100, 80
 """The widest paragraph of a description, and the widest usage line."""
 MOST = 10**9
@@ -177,9 +175,9 @@ class RunOptions(CheckpointOptions, FileOptions, RunSettings):
                 f"--from says with which parameters the run begins, and initial {self.initial!r} that its nodes give "
                 "them: leave one out"
             )
-        if self.from_file is not None and self.masters > 1:
+        if self.from_file is not None and self.shards > 1:
             raise ConfigError(
-                "--from is for one broker that has the whole model, not for several masters: begin the run with one "
+                "--from is for one broker that has the whole model, not for several brokers: begin the run with one "
                 "broker"
             )
         if self.checkpoint is not None and self.no_checkpoint:

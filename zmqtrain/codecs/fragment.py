@@ -1,12 +1,12 @@
 """The cut of a model into fragments: fragment f holds every n-th block of 4,096 values.
 
-Rule 1: the blocks of all leaves are numbered through the model in leaf order. One master has them all; of M masters
+Rule 1: the blocks of all leaves are numbered through the model in leaf order. One broker has them all; of M brokers
 each has a shard: a range of them, as large as the others' but for a block. Fragment f has those of its shard with
 (number inside the shard) % fragments == f. Every node computes the same: no index is ever sent.
 Rule 2: a leaf's part in a fragment is one segment: flat float32, in block order. A block never spans two leaves; the
 last of a leaf may be shorter.  Rule 3: `take`, `add` and `place` are the same for numpy and, with a
 static f, under jax.jit.
-Rule 4: a node of several masters sees the fragments of all shards in a row (`WholeLayout`): shard * fragments + f.
+Rule 4: a node of several brokers sees the fragments of all shards in a row (`WholeLayout`): shard * fragments + f.
 """
 
 from __future__ import annotations
@@ -62,30 +62,30 @@ class Layout:
         check_model(self.spec)
         first = list(accumulate((-(-leaf.values // BLOCK_VALUES) for leaf in self.spec), initial=0))
         object.__setattr__(self, "_first", tuple(first[:-1]))
-        blocks, (index, masters) = first[-1], self.shard
+        blocks, (index, shards) = first[-1], self.shard
         if not blocks:
             raise ConfigError("the model has no values: there is nothing to exchange")
-        if not 0 <= index < masters:
-            raise ConfigError(f"shard {index}/{masters}: of {masters} shards the first is 0 and the last {masters - 1}")
-        if not 1 <= self.fragments * masters <= blocks:
-            several = f" (each of {masters} masters has so many)" if masters > 1 else ""
+        if not 0 <= index < shards:
+            raise ConfigError(f"shard {index}/{shards}: of {shards} shards the first is 0 and the last {shards - 1}")
+        if not 1 <= self.fragments * shards <= blocks:
+            several = f" (each of {shards} shards has so many)" if shards > 1 else ""
             raise ConfigError(
                 f"fragments={self.fragments}{several}: this model has {blocks} blocks of at most {BLOCK_VALUES} "
-                f"values, so fragments must be 1 to {blocks // masters}"
-                + (f", and masters at most {blocks}" if masters > 1 else "")
+                f"values, so fragments must be 1 to {blocks // shards}"
+                + (f", and shards at most {blocks}" if shards > 1 else "")
             )
         object.__setattr__(self, "_range", self._bounds(blocks)[index : index + 2])
 
     def _bounds(self, blocks: int) -> tuple[int, ...]:
         """Where the shards begin: at the block nearest to each M-th of the values, `fragments` blocks in each."""
-        masters = self.shard[1]
-        if masters == 1:
+        shards = self.shard[1]
+        if shards == 1:
             return 0, blocks
         total = sum(leaf.values for leaf in self.spec)
         bounds = [0]
-        for index in range(1, masters):
-            block = self._block_at(total * index / masters)
-            least, most = bounds[-1] + self.fragments, blocks - self.fragments * (masters - index)
+        for index in range(1, shards):
+            block = self._block_at(total * index / shards)
+            least, most = bounds[-1] + self.fragments, blocks - self.fragments * (shards - index)
             bounds.append(min(max(block, least), most))
         return *bounds, blocks
 
@@ -250,24 +250,24 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class WholeLayout:
-    """The cut of a whole model as a node of several masters sees it: the fragments of all shards, in a row.
+    """The cut of a whole model as a node of several brokers sees it: the fragments of all shards, in a row.
 
     fragments: of each shard; fragment shard * fragments + f is the shard's f.  Raises what `Layout` does.
     """
 
     spec: ModelSpec
     fragments_each: int
-    masters: int
+    shards: int
     layouts: tuple[Layout, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        shards = [Layout(self.spec, self.fragments_each, (i, self.masters)) for i in range(self.masters)]
+        shards = [Layout(self.spec, self.fragments_each, (i, self.shards)) for i in range(self.shards)]
         object.__setattr__(self, "layouts", tuple(shards))
 
     @property
     def fragments(self) -> int:
         """How many fragments there are in all."""
-        return self.fragments_each * self.masters
+        return self.fragments_each * self.shards
 
     def counts(self, fragment: int) -> tuple[int, ...]:
         """See Layout."""

@@ -119,7 +119,7 @@ class Environment(Dialer, Protocol):
 
 
 class Exchange(Protocol):
-    """The training loop's view of the other nodes: the hub's, several masters', or a recorded one.
+    """The training loop's view of the other nodes: the hub's, several brokers', or a recorded one.
 
     The training thread calls it. Only `join`, `wait_update` and `Population.vote` wait.
     """
@@ -170,7 +170,7 @@ class Exchange(Protocol):
         """
 
     def next_fragments(self) -> tuple[int, ...]:
-        """Return the fragments that offers should carry now: one for each master, or all of the model where an
+        """Return the fragments that offers should carry now: one for each broker, or all of the model where an
         exchange carries all; none that would be refused now."""
 
     def offer(self, fragment: int, segments: Sequence[Array], counts: Counts, *, dense: bool = False) -> int | None:
@@ -187,11 +187,11 @@ class Exchange(Protocol):
         """Take the next update, in version order; the caller applies it at once."""
 
     def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
-        """Wait for the next update of the master that this offer went to, and take it. Raises AggregateTimeout."""
+        """Wait for the next update of the broker that this offer went to, and take it. Raises AggregateTimeout."""
 
-    def everyone_drained(self, master: int) -> bool:
-        """Report that nothing is pending here for this master; return whether that is so on all nodes of a run that is
-        over. True at once while the run goes on (this node leaves early), or if the master is not there."""
+    def everyone_drained(self, shard: int) -> bool:
+        """Report that nothing is pending here for this broker; return whether that is so on all nodes of a run that is
+        over. True at once while the run goes on (this node leaves early), or if the broker is not there."""
 
     def report(
         self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0

@@ -5,6 +5,7 @@ Rule 1: checked once, here, never from the environment.  Rule 2: a spec string i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ FIXED: dict[str, Any] = {
     "outer": "nesterov:rate=0.8,momentum=0.5",
 }
 """What takes the place of auto in a run that nothing can be fitted to: in strict mode, whose bits may not depend on
-measured times, and with several masters, each of which sees its own share only."""
+measured times, and with several brokers, each of which sees its own share only."""
 FIRST: dict[str, Any] = {
     "every": 2,
     "delay": 2,
@@ -53,7 +54,7 @@ _MOST_STEPS = 10**9
 _MOST_SECONDS = 10**9
 _RANGES: dict[str, tuple[float, int]] = {
     "fragments": (AUTO_FRAGMENTS, 1 << 16),
-    "masters": (1, 9999),
+    "shards": (1, 9999),
     "start_nodes": (1, 1 << 16),
     "units": (0, LOCAL_UNITS - 1),
     "evaluate_seconds": (0, _MOST_SECONDS),
@@ -88,6 +89,15 @@ def pieces_of(values: int) -> int:
     return next((pieces for most, pieces in PIECES if values <= most), MOST_PIECES)
 
 
+RENAMED = {"masters": "shards"}
+"""By setting of version 0.1 its present name."""
+
+
+def with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that a checkpoint or record of version 0.1 may have saved, under their present names."""
+    return {RENAMED.get(name, name): value for name, value in saved.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """What all nodes of one run agree on, because only the broker is asked. Raises ConfigError if out of range."""
@@ -111,7 +121,7 @@ class RunSettings:
     fragments: int = AUTO_FRAGMENTS
     """Each exchange carries one of so many parts of the model, in turn; 0 (auto): each exchange carries the whole model
     in a few parts, and the aggregate of the first comes down while the others go up."""
-    masters: int = 1
+    shards: int = 1
     """The model is divided among so many brokers: each has a share of it, equal in bytes, and an exchange goes to all
     of them, a fragment to each."""
     release: str = "quorum"
@@ -183,7 +193,7 @@ class RunSettings:
                 )
             object.__setattr__(self, "codec", codec)
             object.__setattr__(self, "fragments", fragments)
-        if self.mode == "strict" or self.masters > 1:
+        if self.mode == "strict" or self.shards > 1:
             for name, auto in FITTED.items():
                 if getattr(self, name) == auto:
                     object.__setattr__(self, name, FIXED[name])
@@ -233,10 +243,10 @@ class RunSettings:
                 'initial "own" with preemption "none" never brings the nodes together: say --preemption score, or '
                 "--elastic 0.5 for nodes that keep parameters of their own for ever"
             )
-        if self.masters > 1 and self.initial != "founder" and (self.initial, self.start_nodes) != ("best", 1):
+        if self.shards > 1 and self.initial != "founder" and (self.initial, self.start_nodes) != ("best", 1):
             raise ConfigError(
-                f'initial "{self.initial}" compares or mixes whole models, and of {self.masters} masters none has one: '
-                "say --initial founder (all begin with the parameters of the first node), or --masters 1"
+                f'initial "{self.initial}" compares or mixes whole models, and of {self.shards} brokers none has one: '
+                "say --initial founder (all begin with the parameters of the first node), or --shards 1"
             )
         if self.mode == "strict" and self.initial == "own":
             raise ConfigError(
@@ -313,7 +323,7 @@ class RunSettings:
         """Read what `to_dict` wrote; raise ConfigError for a name this version does not know or a wrong type."""
         known = {field.name: field for field in fields(RunSettings)}
         checked: dict[str, Any] = {}
-        for name, value in values.items():
+        for name, value in with_present_names(values).items():
             if name not in known:
                 raise ConfigError(f"unknown setting {name!r}: the broker runs another version of zmqtrain")
             checked[name] = _checked(name, value, type(known[name].default))

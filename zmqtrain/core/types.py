@@ -171,12 +171,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An aggregate, or an anchor (a snapshot). Of several masters each sends its own part of both.
+    """An aggregate, or an anchor (a snapshot). Of several brokers each sends its own part of both.
 
     aggregate: per fragment the segments of D(U), to be added to the anchor and to the parameters.
     own: per fragment the segments of the sum of this node's D(u) that landed, to be taken from pending.
     anchor: None, or what the anchor is from now on (a snapshot replaces it; then `aggregate` is empty): all of it, or
-    the part that the master has which sent it.
+    the part that the broker has which sent it.
     landed: the sequences of this node's offers that `own` holds.
     reset: drop what is pending there, and go on from the anchor: a new one, or the one that is there (anchor None).
     warm: of a reset: the optimizer goes on as it is, it does not begin fresh.
@@ -220,7 +220,7 @@ class ExchangeState(NamedTuple):
     """How a node's exchange stands now.
 
     in_flight: the sequences of the offers that have neither landed in a polled update nor been withdrawn.
-    unreachable: the masters that cannot be exchanged with; where there is one, it is number 0.  founded: whether the
+    unreachable: the brokers that cannot be exchanged with; where there is one, it is number 0.  founded: whether the
     run has shared parameters, as far as is known here.  wanted: whether others of a population wait for this node's
     parameters.  is_evaluator: whether this node is to score the shared model.  stopped: whether an operator has ended
     the run of a loop that takes no data units, which would end it.

@@ -1,1 +1,1 @@
-"""A node alive: what it decides, its threads, its lines to one hub or to several masters."""
+"""A node alive: what it decides, its threads, its lines to one hub or to several brokers."""

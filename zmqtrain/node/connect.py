@@ -1,4 +1,4 @@
-"""Opens a node: its name, keys, checkpoint and masters. Everything given is checked before and right after Welcome.
+"""Opens a node: its name, keys, checkpoint and brokers. Everything given is checked before and right after Welcome.
 
 A node that is refused leaves nothing behind: no thread and no locked folder.
 """
@@ -59,7 +59,7 @@ def connect(
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
     address: or several, "tcp://pc1:5555,tcp://pc2:5555", tried in turn where a standby may have taken over. Of several
-    masters the first is needed; the returned node speaks with all.  name: for people; default: the host's, or that of
+    brokers the first is needed; the returned node speaks with all.  name: for people; default: the host's, or that of
     the checkpoint.
     keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one. Default: lab.key_secret,
     HOSTNAME.key_secret or the only NAME.key_secret in the working folder, the home folder or ~/.config/zmqtrain/keys;
@@ -106,7 +106,7 @@ def connect(
     except BaseException:
         node.close()
         raise
-    if settings.masters == 1 or observer:
+    if settings.shards == 1 or observer:
         return node
     several = ShardedNode(node, opener, timeout_seconds)
     atexit.register(several.close)
@@ -134,33 +134,33 @@ def _check_checkpoint(settings: RunSettings, every: str, keep: int) -> None:
             raise ConfigError(
                 "checkpoint_keep must be at least 2 in strict mode: all go back to the newest version that all hold"
             )
-    if settings.masters > 1:
+    if settings.shards > 1:
         raise ConfigError(
-            "a node of several masters keeps no checkpoint: what it has pending lies at each of them in another "
-            "version; leave --checkpoint out here, the masters may have theirs"
+            "a node of several brokers keeps no checkpoint: what it has pending lies at each of them in another "
+            "version; leave --checkpoint out here, the brokers may have theirs"
         )
 
 
 def _check_shards(node: Node, settings: RunSettings, limited: bool) -> None:
-    if node.options.observer or settings.masters == 1:
+    if node.options.observer or settings.shards == 1:
         return
     if node.shard:
         raise ConfigError(
-            f"the broker at {node.address} has shard {node.shard} of {settings.masters} of its run's model: join "
-            f"at the first master, {', '.join(node.masters)}"
+            f"the broker at {node.address} has shard {node.shard} of {settings.shards} of its run's model: join "
+            f"at the first broker, {', '.join(node.shards)}"
         )
     if node.options.events is not None:
-        raise ConfigError("a node of several masters can be neither recorded nor replayed: leave --record out")
+        raise ConfigError("a node of several brokers can be neither recorded nor replayed: leave --record out")
     if limited:
         raise ConfigError(
-            "a node of several masters keeps no share of its link free, as each master paces its own part only: "
-            "leave --link and --share out here; the masters may have theirs"
+            "a node of several brokers keeps no share of its link free, as each broker paces its own part only: "
+            "leave --link and --share out here; the brokers may have theirs"
         )
 
 
 @dataclass(frozen=True)
 class _Opener:
-    """Opens the connections of one node: to the first master, and to others. options: without a peer id."""
+    """Opens the connections of one node: to the first broker, and to others. options: without a peer id."""
 
     options: NodeOptions
     access: Access
@@ -209,8 +209,8 @@ class _Opener:
             raise
 
     def open_line(self, address: str, first: Node) -> Node:
-        """Open the connection to another master; see `ShardedNode`."""
-        # a new id: the master's state of an earlier connection does not apply to this one
+        """Open the connection to another broker; see `ShardedNode`."""
+        # a new id: the broker's state of an earlier connection does not apply to this one
         options = replace(
             self.options, peer=_new_peer(self.options.name), addresses=(address,), observer=False, events=None,
             incarnation=new_incarnation(),

@@ -188,7 +188,7 @@ class NodeOptions:
 class Node(NullListener):
     """One node of a run: an `Exchange` for its training thread, and the `Listener` of its link.
 
-    first: the node at the first of several masters, if this is the connection to another one.
+    first: the node at the first of several brokers, if this is the connection to another one.
     """
 
     def __init__(self, options: NodeOptions, environment: NodeEnvironment, first: Node | None = None) -> None:
@@ -312,13 +312,13 @@ class Node(NullListener):
 
     @property
     def shard(self) -> int:
-        """The shard of the master that this node speaks with here."""
+        """The shard of the broker that this node speaks with here."""
         return self.peer.shard
 
     @property
-    def masters(self) -> tuple[str, ...]:
-        """By shard the address of its master, as the first master last listed them."""
-        return self.peer.masters
+    def shards(self) -> tuple[str, ...]:
+        """By shard the address of its broker, as the first broker last listed them."""
+        return self.peer.shards
 
     @property
     def population(self) -> Population:
@@ -352,7 +352,7 @@ class Node(NullListener):
         """What this node is waiting for, in a few words; "" for nothing."""
         match self.peer.state:
             case PeerState.CONNECTING:
-                return "the broker" if self._is_first else f"the master at {self.address}"
+                return "the broker" if self._is_first else f"the broker at {self.address}"
             case PeerState.SYNCING if not self._is_first:
                 return f"the parameters of shard {self.shard}, from {self.address}"
             case PeerState.SYNCING:
@@ -675,7 +675,7 @@ class Node(NullListener):
         if self.idle is not None:
             self.idle()
 
-    def everyone_drained(self, master: int) -> bool:
+    def everyone_drained(self, shard: int) -> bool:
         """See Exchange."""
         return not self.link.live or not self.units.drain() or self.ended_with_run
 
@@ -783,14 +783,14 @@ class Node(NullListener):
             f"{self.name} is quarantined for {quarantine.seconds:.0f} s: the broker has refused too much of what it "
             f"sent ({quarantine.reason}: {quarantine.text})"
         )
-        if self.settings.masters > 1:
+        if self.settings.shards > 1:
             self.on_failed(ZmqTrainError(f"{text}. Start this node again: it takes the shared parameters"))
             return
         advice = "If that happens again, look at its learning rate, its memory, its card and its cable"
         logger.warning("%s. It begins again from the shared parameters, and trains on meanwhile. %s", text, advice)
 
     def on_founding(self) -> None:
-        """See Listener. A node of a population, or of several masters, answers when its training thread lends."""
+        """See Listener. A node of a population, or of several brokers, answers when its training thread lends."""
         if self.peer.state is PeerState.APART or self.answers_later:  # its parameters may change with every step
             self.wanted = True
             self.notify()

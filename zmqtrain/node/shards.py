@@ -1,10 +1,10 @@
-"""A node of several masters: one `Exchange` over a connection to each, every connection an ordinary `Node` of a shard.
+"""A node of several brokers: one `Exchange` over a connection to each, every connection an ordinary `Node` of a shard.
 
-The first master has the settings, the data units, the roster and the run's name; it says where the others are.
-Fragment f of shard i is i * fragments + f here, and its offer s is s * masters + i.
-A lost master costs its shard's exchange until it is back, at whatever address, and nothing else.
-The run begins at the first master last: the node that is asked for the initial parameters gives the others theirs
-before it answers, and a node that joins asks the others only when it takes part at the first. So if the first master
+The first broker has the settings, the data units, the roster and the run's name; it says where the others are.
+Fragment f of shard i is i * fragments + f here, and its offer s is s * brokers + i.
+A lost broker costs its shard's exchange until it is back, at whatever address, and nothing else.
+The run begins at the first broker last: the node that is asked for the initial parameters gives the others theirs
+before it answers, and a node that joins asks the others only when it takes part at the first. So if the first broker
 has parameters, all have, and of one node.
 """
 
@@ -46,10 +46,10 @@ SAY_AGAIN_SECONDS = 5.0
 
 
 class LineOpener(Protocol):
-    """Opens connections to other masters than the first."""
+    """Opens connections to other brokers than the first."""
 
     def open_line(self, address: str, first: Node) -> Node:
-        """Return the started node at this address; first: the same node at the first master."""
+        """Return the started node at this address; first: the same node at the first broker."""
 
 
 class Lines:
@@ -57,7 +57,7 @@ class Lines:
 
     def __init__(self, first: Node, opener: LineOpener, wait_seconds: float) -> None:
         self._first, self._opener, self._wait_seconds = first, opener, wait_seconds
-        self._count = first.settings.masters
+        self._count = first.settings.shards
         self.others: list[Node] = []
         first.answers_later = True
 
@@ -70,12 +70,12 @@ class Lines:
     @property
     def waiting_for(self) -> str:
         """What the node is waiting for, in a few words; "" for nothing."""
-        if not self.others and not self._first.has_joined() and (missing := name_missing(self._first.masters)):
+        if not self.others and not self._first.has_joined() and (missing := name_missing(self._first.shards)):
             return missing
         return next((line.waiting_for for line in self if line.waiting_for), "")
 
     def follow_moved(self) -> None:
-        """Connect to lost masters at the addresses that the first master gives for them now."""
+        """Connect to lost brokers at the addresses that the first broker gives for them now."""
         for shard, line in enumerate(self.others, 1):
             if not line.live and self._address(shard) not in ("", line.address):
                 line.link.move(self._address(shard))
@@ -83,7 +83,7 @@ class Lines:
     def join(
         self, model: ModelSpec, leaves: Sequence[Any], score: float, optimizer_state: Sequence[Any]
     ) -> Update | None:
-        """Join at all masters; see `ShardedNode.join`."""
+        """Join at all brokers; see `ShardedNode.join`."""
         self._first.begin_join(model, leaves, score=score, optimizer_state=optimizer_state)
         while True:
             self._until(lambda: self._first.has_joined() or self._first.wanted, lambda: self.waiting_for)
@@ -141,14 +141,14 @@ class Lines:
             theirs = line.end_join()
             if theirs is None or theirs.anchor is None:
                 raise ZmqTrainError(
-                    f"the master at {line.address} sent no parameters of its shard: start this node again"
+                    f"the broker at {line.address} sent no parameters of its shard: start this node again"
                 )
             anchor += theirs.anchor
         return Update(version, {}, {}, anchor=anchor)
 
     def _open(self, shard: int, obsolete: Callable[[], bool]) -> Node | None:
-        """Connect to a master, once the first says where it is; None if that has become obsolete."""
-        self._until(lambda: bool(self._address(shard)) or obsolete(), lambda: name_missing(self._first.masters))
+        """Connect to a broker, once the first says where it is; None if that has become obsolete."""
+        self._until(lambda: bool(self._address(shard)) or obsolete(), lambda: name_missing(self._first.shards))
         if obsolete():
             return None
         address = self._address(shard)
@@ -159,7 +159,7 @@ class Lines:
         except HubUnreachable:
             if self._address(shard) == address:
                 raise HubUnreachable(
-                    f"the master of shard {shard} is at {address}, says the first, and does not answer from here "
+                    f"the broker of shard {shard} is at {address}, says the first, and does not answer from here "
                     f"(waited {self._wait_seconds:g} s). If other PCs reach it at another address, start it with "
                     "--address tcp://HOST:PORT; and its firewall must let that port in",
                     address,
@@ -168,16 +168,16 @@ class Lines:
             return self._open(shard, obsolete)
         if (line.run, line.shard) != (self._first.run, shard):
             raise JoinRefused(
-                f"the first master, at {self._first.address}, says that shard {shard} of {self._first.run} is at "
+                f"the first broker, at {self._first.address}, says that shard {shard} of {self._first.run} is at "
                 f"{line.address}; the broker there has shard {line.shard} of {line.run}. Was another broker started at "
-                "that address? Start the master of the shard again",
+                "that address? Start the broker of the shard again",
                 "shard",
             )
         return line
 
     def _address(self, shard: int) -> str:
-        masters = self._first.masters
-        return masters[shard] if shard < len(masters) else ""
+        shards = self._first.shards
+        return shards[shard] if shard < len(shards) else ""
 
     def _leave_others(self) -> None:
         others, self.others = self.others, []
@@ -199,21 +199,21 @@ class Lines:
         waited = 0.0
         while not self._wait(condition, SAY_AGAIN_SECONDS):
             waited += SAY_AGAIN_SECONDS
-            logger.info("%s has waited %.0f s for %s", self._first.name, waited, what() or "the first master")
+            logger.info("%s has waited %.0f s for %s", self._first.name, waited, what() or "the first broker")
 
 
 class ShardedNode:
-    """One node of a run of several masters: an `Exchange`, with all that a `Node` has for its user.
+    """One node of a run of several brokers: an `Exchange`, with all that a `Node` has for its user.
 
-    first: the node at the first master, welcomed.  wait_seconds: how long each other master may take to answer.
+    first: the node at the first broker, welcomed.  wait_seconds: how long each other broker may take to answer.
     """
 
     def __init__(self, first: Node, opener: LineOpener, wait_seconds: float) -> None:
         self._first, self._lines = first, Lines(first, opener, wait_seconds)
         self.clock, self.name, self.settings, self.peer_id = first.clock, first.name, first.settings, first.peer_id
         self.population: Population | None = None
-        """See Exchange: no population has several masters."""
-        self._count, self._fragments = first.settings.masters, first.settings.fragments
+        """See Exchange: no population has several brokers."""
+        self._count, self._fragments = first.settings.shards, first.settings.fragments
         self._layout: WholeLayout | None = None
         self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
         first.idle = self._tell_idle
@@ -223,9 +223,9 @@ class ShardedNode:
     def join(
         self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
     ) -> Update | None:
-        """See Exchange. Waits for all masters, and for the nodes that the run starts with.
+        """See Exchange. Waits for all brokers, and for the nodes that the run starts with.
 
-        Raises ModelMismatch, ConfigError (a model of fewer blocks than fragments of all masters), JoinRefused,
+        Raises ModelMismatch, ConfigError (a model of fewer blocks than fragments of all brokers), JoinRefused,
         HubUnreachable, NonFiniteDelta.
         """
         self._layout = WholeLayout(model, self._fragments, self._count)
@@ -236,16 +236,16 @@ class ShardedNode:
         """What this node is waiting for, in a few words; "" for nothing."""
         return self._lines.waiting_for
 
-    # ------------------------------------------------------------------ what the first master knows
+    # ------------------------------------------------------------------ what the first broker knows
 
     @property
     def alone(self) -> Solitude | None:
-        """How this node trains without the first master; None: that is there."""
+        """How this node trains without the first broker; None: that is there."""
         return self._first.alone
 
     @property
     def address(self) -> str:
-        """Where the first master is."""
+        """Where the first broker is."""
         return self._first.address
 
     @property
@@ -255,12 +255,12 @@ class ShardedNode:
 
     @property
     def roster(self) -> Roster | None:
-        """Who is in the run, as the first master last said."""
+        """Who is in the run, as the first broker last said."""
         return self._first.roster
 
     @property
     def ended_with_run(self) -> bool:
-        """See `Node.ended_with_run`: as the first master has said."""
+        """See `Node.ended_with_run`: as the first broker has said."""
         return self._first.units.end_version >= 0
 
     def schedule(self, paced: bool = False) -> StepSchedule:
@@ -280,7 +280,7 @@ class ShardedNode:
         self._first.report_scores(scores, version)
 
     def batches(self, source: Source[Batch]) -> Iterator[Batch]:
-        """Give the batches of the data units that the first master deals; see `Node.batches`."""
+        """Give the batches of the data units that the first broker deals; see `Node.batches`."""
         return self._first.batches(source)
 
     def batches_as_they_come(self, source: Source[Batch], wait_seconds: float) -> Iterator[Batch | None]:
@@ -329,7 +329,7 @@ class ShardedNode:
         return None if sequence is None else sequence * self._count + shard
 
     def peek(self) -> Update | None:
-        """See Exchange: of the masters' next updates one that lands nothing of this node, or what it offered first."""
+        """See Exchange: of the brokers' next updates one that lands nothing of this node, or what it offered first."""
         self._lines.follow_moved()
         waiting = [
             (max(update.landed, default=-1), shard, update)
@@ -361,7 +361,7 @@ class ShardedNode:
         return self._here(shard, self._lines[shard].wait_update(timeout_seconds, inside))
 
     def _here(self, shard: int, update: Update) -> Update:
-        """Return an update of one master in the numbers of this exchange."""
+        """Return an update of one broker in the numbers of this exchange."""
         first = shard * self._fragments
         return replace(
             update,
@@ -370,12 +370,12 @@ class ShardedNode:
             landed=tuple(sequence * self._count + shard for sequence in update.landed),
         )
 
-    def everyone_drained(self, master: int) -> bool:
+    def everyone_drained(self, shard: int) -> bool:
         """See Exchange."""
-        line = self._lines[master]
+        line = self._lines[shard]
         if self._first.units.finished:
-            line.units.finished = True  # other masters deal no units
-        elif master:
+            line.units.finished = True  # other brokers deal no units
+        elif shard:
             line.say_idle()  # it leaves early, and waits at others for nodes that may wait for it here
         return line.everyone_drained(0)
 
@@ -385,7 +385,7 @@ class ShardedNode:
             line.say_idle()
 
     def statistics(self) -> ExchangeStatistics:
-        """See Exchange: the version, the peers and the round trip are those at the first master."""
+        """See Exchange: the version, the peers and the round trip are those at the first broker."""
         first, *others = (line.statistics() for line in self._lines)
         total = first
         for one in others:
@@ -403,7 +403,7 @@ class ShardedNode:
     # ------------------------------------------------------------------ the end
 
     def close(self, reason: str = "") -> None:
-        """Say goodbye to all masters, to the first last, and end the threads; safe to call twice."""
+        """Say goodbye to all brokers, to the first last, and end the threads; safe to call twice."""
         atexit.unregister(self.close)
         with contextlib.ExitStack() as stack:
             for line in self._lines:

@@ -161,13 +161,13 @@ class Key:
 class Rules:
     """How a server serves, set by its first client. "" and 0: not set; the present value or the default holds.
 
-    store: the name of the keys that all masters hold together; the first master chooses it.  master: the index of this
-    one among `masters`.  workers: clocks begin to move when so many have enrolled.
+    store: the name of the keys that all brokers hold together; the first broker chooses it.  broker: the index of this
+    one among `shards`.  workers: clocks begin to move when so many have enrolled.
     """
 
     store: str = ""
-    master: int = 0
-    masters: int = 1
+    shard: int = 0
+    shards: int = 1
     consistency: str = ""
     optimizer: str = ""
     workers: int = 0
@@ -181,16 +181,14 @@ LONGEST_SPEC = 400
 
 def canonical(rules: Rules) -> Rules:
     """Return rules with canonical specs. Raises ConfigError for what is none."""
-    if not (1 <= rules.masters <= 1024 and 0 <= rules.master < rules.masters and 0 <= rules.workers <= 1 << 16):
-        raise ConfigError(
-            f"master {rules.master} of {rules.masters}, for {rules.workers} workers: there is no such one"
-        )
+    if not (1 <= rules.shards <= 1024 and 0 <= rules.shard < rules.shards and 0 <= rules.workers <= 1 << 16):
+        raise ConfigError(f"shard {rules.shard} of {rules.shards}, for {rules.workers} workers: there is no such one")
     if max(map(len, (rules.store, rules.consistency, rules.optimizer))) > LONGEST_SPEC:
         raise ConfigError(f"the name of a store, a consistency and an optimizer have {LONGEST_SPEC} characters at most")
     return Rules(
         rules.store,
-        rules.master,
-        rules.masters,
+        rules.shard,
+        rules.shards,
         consistency_from_spec(rules.consistency).name if rules.consistency else "",
         optimizer_from_spec(rules.optimizer).name if rules.optimizer else "",
         rules.workers,
@@ -199,12 +197,12 @@ def canonical(rules: Rules) -> Rules:
 
 def check_equal(there: Rules, wanted: Rules, set_by: str) -> None:
     """Raise ConfigError, naming both, if a client's rules differ from the present ones, which `set_by` has set."""
-    for what in ("masters", "master", "store", "consistency", "optimizer", "workers"):
+    for what in ("shards", "shard", "store", "consistency", "optimizer", "workers"):
         ours, theirs = getattr(there, what), getattr(wanted, what)
-        if (theirs not in ("", 0) or what == "master") and ours != theirs:
+        if (theirs not in ("", 0) or what == "shard") and ours != theirs:
             text = f"{what} is {ours!r} on the server, as {set_by} said first; this client says {theirs!r}"
-            if what in ("master", "masters", "store"):
-                text += ": name the same masters in the same order in all clients"
+            if what in ("shard", "shards", "store"):
+                text += ": name the same brokers in the same order in all clients"
             raise ConfigError(text)
 
 
@@ -215,9 +213,9 @@ KEY_BYTES, MAX_NAME = 4096, 500
 
 
 class KeyServer:
-    """The machine of one master.
+    """The machine of one broker.
 
-    name: unique among masters; a store that begins here is named after it.  limit_bytes: the memory allowed for its
+    name: unique among brokers; a store that begins here is named after it.  limit_bytes: the memory allowed for its
     keys, with the optimizer's state and the gathered gradients; held_bytes: the memory in use, value_bytes: for the
     values alone.  rules: those in force.  pushes: the number of complete pushes.
     """
@@ -269,16 +267,16 @@ class KeyServer:
 
     def _begin(self, worker: PeerId, wanted: Rules) -> list[Effect]:
         before = self.rules
-        store = wanted.store if wanted.master else before.store
-        place = (wanted.master, wanted.masters)
-        reset = not store or (before.store, before.master, before.masters) != (store, *place)
+        store = wanted.store if wanted.shard else before.store
+        place = (wanted.shard, wanted.shards)
+        reset = not store or (before.store, before.shard, before.shards) != (store, *place)
         consistency = wanted.consistency or before.consistency
         optimizer = wanted.optimizer or before.optimizer
         slots = len(optimizer_from_spec(optimizer).slots)
         if reset:
             self.keys, self._moving, self.held_bytes, self.value_bytes = {}, set(), 0, 0
             self._gathered.clear()
-            if not wanted.master:
+            if not wanted.shard:
                 self._stores += 1
                 store = f"{self.name}-{self._stores}"
         elif slots != self._slots:
@@ -402,7 +400,7 @@ class KeyServer:
             return [Install(worker, request, asked.key, asked.dtype), Confirm(worker, request)]
         key = self.keys[asked.key]
         if key.round and self.held_bytes + key.size > self.limit_bytes:
-            text = f"{len(key.round)} gradients wait for this step, and this master has no memory for one more"
+            text = f"{len(key.round)} gradients wait for this step, and this broker has no memory for one more"
             return self._abstain(asked, "memory", text)
         self.pushes += 1
         effects: list[Effect] = []
@@ -524,7 +522,7 @@ class KeyServer:
             return "requests", f"the gradient of request {request} waits for its step: a new request has a new number"
         if key is not None and key not in self.keys:
             return "key", (
-                f"this master has nothing of the key {key!r}: init it first (a master that was restarted has none)"
+                f"this broker has nothing of the key {key!r}: init it first (a broker that was restarted has none)"
             )
         return None
 
@@ -534,14 +532,14 @@ class KeyServer:
             return None
         return (
             f"the key {asked.key!r} and what the optimizer keeps of it take {more >> 20} MiB; of the "
-            f"{self.limit_bytes >> 20} that this master gives, {self.held_bytes >> 20} are taken: use more masters"
+            f"{self.limit_bytes >> 20} that this broker gives, {self.held_bytes >> 20} are taken: use more brokers"
         )
 
     def _check_room(self, optimizer: str, slots: int) -> None:
         if (needed := self._sum_costs(slots)) > self.limit_bytes:
             raise ConfigError(
-                f"with {optimizer} the keys that are here take {needed >> 20} MiB, and this master gives "
-                f"{self.limit_bytes >> 20}: name an optimizer that keeps less, or restart the masters"
+                f"with {optimizer} the keys that are here take {needed >> 20} MiB, and this broker gives "
+                f"{self.limit_bytes >> 20}: name an optimizer that keeps less, or restart the brokers"
             )
 
     def _sum_costs(self, slots: int) -> int:

@@ -1,8 +1,8 @@
-"""A worker's client of a parameter server: pushes to and pulls from keys on one or several masters.
+"""A worker's client of a parameter server: pushes to and pulls from keys on one or several brokers.
 
 Rule 1: a thread of the client owns the sockets; requests begin there in the order of the calls.
 Rule 2: gradients are not copied: nobody writes into one before its request is done.
-Rule 3: every wait ends in time, with an error that names what it waited for; a lost master ends all waits.
+Rule 3: every wait ends in time, with an error that names what it waited for; a lost broker ends all waits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ParameterRequest(Generic[T]):
     def wait(self, timeout_seconds: float | None = None) -> T:
         """Return the result, waiting for it; timeout None: the client's.
 
-        Raises PeerLost (a master), CollectiveTimeout, ConfigError (refused: an unknown key, a wrong size),
+        Raises PeerLost (a broker), CollectiveTimeout, ConfigError (refused: an unknown key, a wrong size),
         NonFiniteDelta, ChannelClosed.
         """
         return self._client._wait(self._future, self._what, timeout_seconds)
@@ -73,7 +73,7 @@ class ParameterRequest(Generic[T]):
 
 @dataclass(frozen=True)
 class ParameterStatistics:
-    """Running figures of a client. bytes: payload and heads, of all masters."""
+    """Running figures of a client. bytes: payload and heads, of all brokers."""
 
     bytes_sent: int
     bytes_received: int
@@ -106,9 +106,9 @@ class ParameterClient:
         reads_only: bool = False,
         timeout_seconds: float = 60.0,
     ) -> ParameterClient:
-        """Connect to the masters, which are brokers, and return the client.
+        """Connect to the brokers, which are brokers, and return the client.
 
-        addresses: of all masters, in the same order in all clients; the first is enough where the brokers were started
+        addresses: of all brokers, in the same order in all clients; the first is enough where the brokers were started
         with --shard.  name: of this worker, for people and for the order in which gradients are added; default: the
         host's name.  server_key, keys: as for `zmqtrain.connect`, but no key file is searched.
         consistency: "async" (each push is applied at once), "bsp" (the mean of all workers' pushes is applied),
@@ -123,10 +123,10 @@ class ParameterClient:
         given = [addresses] if isinstance(addresses, str) or not isinstance(addresses, Iterable) else list(addresses)
         if not given or not all(isinstance(address, str) and address for address in given):
             raise ConfigError(
-                f"connect needs the masters' addresses, such as ['tcp://10.0.0.1:5555'], not {addresses!r}"
+                f"connect needs the brokers' addresses, such as ['tcp://10.0.0.1:5555'], not {addresses!r}"
             )
         if len(set(given)) < len(given):
-            raise ConfigError(f"a master is named twice: {', '.join(given)}")
+            raise ConfigError(f"a broker is named twice: {', '.join(given)}")
         name = name or f"{socket.gethostname().partition('.')[0] or 'worker'}-{os.getpid()}"
         if not name.isprintable() or len(name) > 64 or "#" in name:
             raise ConfigError(f"a worker's name is at most 64 printable characters without '#', got {name!r}")
@@ -141,7 +141,7 @@ class ParameterClient:
         client = cls(name, timeout_seconds)
         atexit.register(client.close)
         try:
-            opening = client._call(client._servers.open(given, credentials, rules, reads_only), "masters' answers")
+            opening = client._call(client._servers.open(given, credentials, rules, reads_only), "shards' answers")
             opening.wait(timeout_seconds + OPENING_SECONDS)
         except BaseException:
             client.close()
@@ -274,7 +274,7 @@ class ParameterClient:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The masters' addresses, by number."""
+        """The brokers' addresses, by number."""
         return self._servers.addresses
 
     @property
@@ -311,7 +311,7 @@ class ParameterClient:
         )
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Wait until the masters have the pushed gradients, say goodbye, and end the thread. Twice is once.
+        """Wait until the brokers have the pushed gradients, say goodbye, and end the thread. Twice is once.
 
         timeout_seconds: how long to wait, the client's if None; 0: not at all. Pushes that are not done by then are
         lost and logged. Pulls are not waited for: their `wait` raises ChannelClosed. A with block that an exception

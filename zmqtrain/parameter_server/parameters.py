@@ -76,7 +76,7 @@ class ParameterKeeper:
             state, arrays = read_arrays(self._path)
             versions = {str(key): int(version) for key, version in state["versions"].items()}
             machine.restore(state["machine"], versions)
-            directory, store = Directory(machine.rules.masters), Store(optimizer_from_spec(machine.rules.optimizer))
+            directory, store = Directory(machine.rules.shards), Store(optimizer_from_spec(machine.rules.optimizer))
             directory.restore(state["directory"])
             store.restore(versions, arrays)
         except (
@@ -127,7 +127,7 @@ Payload = messages.Initialise | messages.Push
 class Parameters:
     """The key server of one broker.
 
-    downlink, codec: of the broker.  name: unique among masters.  keeper: saves it every `keep_seconds`.
+    downlink, codec: of the broker.  name: unique among brokers.  keeper: saves it every `keep_seconds`.
     Raises CheckpointError.
     """
 
@@ -173,7 +173,7 @@ class Parameters:
     def _enrol(self, peer: PeerId, enrol: messages.Enrol) -> None:
         if self.machine.serves(peer):
             raise RemoteProtocolError(peer, "enrolled", "a second Enrol")
-        rules = Rules(enrol.store, enrol.master, enrol.masters, enrol.consistency, enrol.optimizer, enrol.workers)
+        rules = Rules(enrol.store, enrol.shard, enrol.shards, enrol.consistency, enrol.optimizer, enrol.workers)
         try:
             effects = self.machine.enrol(peer, rules, enrol.reads)
         except ConfigError as error:
@@ -184,8 +184,8 @@ class Parameters:
         self._downlink.send(peer, messages.Enrolled(said.store, said.consistency, said.optimizer, said.workers))
 
     def _declare(self, peer: PeerId, number: int, declared: tuple[messages.WireKey, ...]) -> None:
-        if self.machine.rules.master or not self.machine.serves(peer):
-            text = "keys are declared at the first master, by who has enrolled there"
+        if self.machine.rules.shard or not self.machine.serves(peer):
+            text = "keys are declared at the first broker, by who has enrolled there"
             self._downlink.send(peer, Refused("enrol", text, number))
             return
         try:
@@ -308,10 +308,10 @@ class Parameters:
 
     def _begin(self, optimizer: str, reset: bool) -> None:
         rules = self.machine.rules
-        text = "serving keys as master %d of %d: %s, %s, workers: %d"
-        logger.info(text, rules.master, rules.masters, rules.consistency, optimizer, rules.workers)
+        text = "serving keys as broker %d of %d: %s, %s, workers: %d"
+        logger.info(text, rules.shard, rules.shards, rules.consistency, optimizer, rules.workers)
         if reset:
-            self.directory = Directory(rules.masters)
+            self.directory = Directory(rules.shards)
             self._whole.clear()
         self._job(partial(self.store.begin, optimizer_from_spec(optimizer), reset))
 

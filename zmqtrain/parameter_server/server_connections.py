@@ -85,13 +85,13 @@ class ConnectionOwner(Protocol):
 class ServerConnection(NullListener):
     """A client's session with one server of a parameter server: requests, and the futures of their answers.
 
-    master: the server's number.  awaited: the workers for which requests wait there, as the server last said.
+    shard: the server's number.  awaited: the workers for which requests wait there, as the server last said.
     """
 
     messages = (Awaited, Done, Enrolled, Placed, Refused, Values, Welcome)
 
-    def __init__(self, owner: ConnectionOwner, master: int, address: str, dialer: Dialer) -> None:
-        self.owner, self.master, self.address = owner, master, address
+    def __init__(self, owner: ConnectionOwner, shard: int, address: str, dialer: Dialer) -> None:
+        self.owner, self.shard, self.address = owner, shard, address
         loop = asyncio.get_running_loop()
         self.welcome: asyncio.Future[Welcome] = loop.create_future()
         self.enrolled: asyncio.Future[Enrolled] = loop.create_future()
@@ -189,7 +189,7 @@ class ServerConnection(NullListener):
         """See NullListener: the server is lost."""
         if reason == "unknown":
             text = "it does not know this client any more: it was restarted, or lost it"
-        self.fail(PeerLost(f"master {self.master} at {self.address}", text, self.master))
+        self.fail(PeerLost(f"broker {self.shard} at {self.address}", text, self.shard))
 
     def on_failed(self, error: ZmqTrainError) -> None:
         """See NullListener."""
@@ -239,36 +239,36 @@ class ServerConnections:
     async def open(
         self, addresses: Sequence[str], credentials: Credentials, rules: tuple[str, str, int], reads: bool
     ) -> None:
-        """Connect to all masters and enrol with them, in their order.
+        """Connect to all brokers and enrol with them, in their order.
 
-        rules: as wanted; "" and 0: those in force.  credentials: the masters' public key, and this client's pair.
-        Raises HubUnreachable, ConfigError (other rules are in force, or these are not the masters), JoinRefused.
+        rules: as wanted; "" and 0: those in force.  credentials: the brokers' public key, and this client's pair.
+        Raises HubUnreachable, ConfigError (other rules are in force, or these are not the brokers), JoinRefused.
         """
         self._until = asyncio.get_running_loop().time() + self.timeout_seconds
         first = self._connect(0, addresses[0], credentials)
         welcome = await self._within(first.welcome, first)
         if len(addresses) == 1 and welcome.shard:
-            text = f"the broker at {addresses[0]} is master {welcome.shard}: name the first, at {welcome.masters[0]}"
+            text = f"the broker at {addresses[0]} is broker {welcome.shard}: name the first, at {welcome.shards[0]}"
             raise ConfigError(f"{text}, alone, or all of them")
-        if len(addresses) == 1 and len(welcome.masters) > 1:
-            addresses = [addresses[0], *welcome.masters[1:]]
+        if len(addresses) == 1 and len(welcome.shards) > 1:
+            addresses = [addresses[0], *welcome.shards[1:]]
             if not all(addresses):
-                missing = ", ".join(str(master) for master, one in enumerate(addresses) if not one)
-                raise HubUnreachable(f"the first master, at {addresses[0]}, knows no master {missing} now: start it")
+                missing = ", ".join(str(shard) for shard, one in enumerate(addresses) if not one)
+                raise HubUnreachable(f"the first broker, at {addresses[0]}, knows no broker {missing} now: start it")
         self.addresses = tuple(addresses)
-        for master, address in enumerate(addresses[1:], 1):
-            self._connect(master, address, credentials)
+        for shard, address in enumerate(addresses[1:], 1):
+            self._connect(shard, address, credentials)
         store = ""
         for connection in self.connections:
             await self._within(connection.welcome, connection)
-            connection.session.send(Enrol(store, connection.master, len(self.connections), *rules, reads))
+            connection.session.send(Enrol(store, connection.shard, len(self.connections), *rules, reads))
             enrolled = await self._within(connection.enrolled, connection)
             store = enrolled.store
             rules = (enrolled.consistency, enrolled.optimizer, enrolled.workers)
         self.rules = rules
 
-    def _connect(self, master: int, address: str, credentials: Credentials) -> ServerConnection:
-        self.connections.append(ServerConnection(self, master, address, RealEnvironment(Access(credentials))))
+    def _connect(self, shard: int, address: str, credentials: Credentials) -> ServerConnection:
+        self.connections.append(ServerConnection(self, shard, address, RealEnvironment(Access(credentials))))
         return self.connections[-1]
 
     async def _within(self, future: asyncio.Future[T], connection: ServerConnection) -> T:
@@ -294,7 +294,7 @@ class ServerConnections:
             connection.fail(self.failure)
 
     def say_waiting(self) -> str:
-        """Return which masters have open requests, and for which workers they wait; any thread may ask."""
+        """Return which brokers have open requests, and for which workers they wait; any thread may ask."""
         said = []
         for connection in self.connections:
             if connection.waits:
@@ -302,7 +302,7 @@ class ServerConnections:
                 more = f"{missing} worker{'s' * (missing != 1)} to enrol" if missing else ""
                 whom = " and ".join(part for part in (", ".join(names), more) if part)
                 said.append(
-                    f"master {connection.master} at {connection.address}{f', which waits for {whom}' if whom else ''}"
+                    f"broker {connection.shard} at {connection.address}{f', which waits for {whom}' if whom else ''}"
                 )
         return "; ".join(said)
 
@@ -316,7 +316,7 @@ class ServerConnections:
     async def declare(
         self, leaves: Sequence[LeafSpec], settle: Callable[[Placed], Coroutine[Any, Any, None]] | None = None
     ) -> None:
-        """Ask the first master where keys lie, and settle each answer, until all keys are settled.
+        """Ask the first broker where keys lie, and settle each answer, until all keys are settled.
 
         Values that this client must send are sent while it waits for other clients, which may wait for them.
         """
@@ -373,7 +373,7 @@ class ServerConnections:
 
     @contextlib.asynccontextmanager
     async def _placed_all(self, keys: Sequence[str]) -> AsyncIterator[None]:
-        """Begin the block once the places of these keys are known; the first master is asked for unknown ones.
+        """Begin the block once the places of these keys are known; the first broker is asked for unknown ones.
 
         Blocks about one key begin in the order of the calls.
         """
@@ -437,7 +437,7 @@ class ServerConnections:
         return [announce(piece) for piece in self.places[key].pieces]
 
     async def push(self, key: str, flat: Vector) -> None:
-        """Send a gradient to all masters that have a piece of the key; wait until they have it."""
+        """Send a gradient to all brokers that have a piece of the key; wait until they have it."""
         await asyncio.gather(*self._announce(key, flat, False))
 
     async def push_pull(self, key: str, flat: Vector, into: Vector) -> Vector:
@@ -476,7 +476,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _in_heads(leaves: Sequence[LeafSpec]) -> Iterator[list[LeafSpec]]:
-    """Divide keys among as few messages as a master accepts."""
+    """Divide keys among as few messages as a broker accepts."""
     some: list[LeafSpec] = []
     size = 0
     for leaf in leaves:

@@ -362,7 +362,7 @@ def exchange_costs(
     codec: str,
     broadcast_codec: str,
     nodes: int,
-    masters: int = 1,
+    shards: int = 1,
     *,
     step_on: Place = "device",
     codec_on: Place = "device",
@@ -390,11 +390,11 @@ def exchange_costs(
         of_codec = up.encode_ns + in_flight * up.subtract_ns + down.decode_ns
         node = 1e-9 * (of_codec * parameters + TRANSPORT_NODE_NS * moved)
     if hub_ns is not None:
-        hub = 1e-9 * nodes * hub_ns * parameters / masters
+        hub = 1e-9 * nodes * hub_ns * parameters / shards
     else:
         threads = hub_threads if up.held_ns else 1.0
         of_codec = nodes * up.accumulate_ns + (nodes * up.held_ns + down.release_ns) / threads
-        hub = 1e-9 * (of_codec * parameters + nodes * TRANSPORT_HUB_NS * moved) / masters
+        hub = 1e-9 * (of_codec * parameters + nodes * TRANSPORT_HUB_NS * moved) / shards
     if held_seconds is None:
         per_parameter = REBASE_NS if step_on == "host" else CARD_NS if codec_on == "device" else 0.0
         held_seconds = DISPATCH_SECONDS + 1e-9 * per_parameter * parameters

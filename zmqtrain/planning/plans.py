@@ -49,15 +49,15 @@ from zmqtrain.train.minibatch import REFERENCE_PERCENTILE
 from zmqtrain.transport.pacing import LinkShare
 
 FRAGMENTS_TRIED = (1, 2, 4, 8, 16, 32, 64)
-"""With several masters, where an exchange carries one fragment of each."""
+"""With several brokers, where an exchange carries one fragment of each."""
 
 SCHEDULES_TRIED = 4
 """Until what is in flight and the schedule agree."""
 
-MASTERS, HUB_BITS = (1, 2, 4), (2.5e9, 10e9)
+SHARDS, HUB_BITS = (1, 2, 4), (2.5e9, 10e9)
 """What `variants` puts in the place of what is wished."""
 
-MOST_PARAMETERS, MOST_MASTERS, LEAST_STEP_SECONDS = 10**12, 256, 1e-5
+MOST_PARAMETERS, MOST_SHARDS, LEAST_STEP_SECONDS = 10**12, 256, 1e-5
 """Larger or smaller numbers are typing mistakes."""
 
 
@@ -65,9 +65,9 @@ MOST_PARAMETERS, MOST_MASTERS, LEAST_STEP_SECONDS = 10**12, 256, 1e-5
 class Wish:
     """What a run is to be. Raises ConfigError for numbers that cannot be.
 
-    parameters: of the model.  node_bits, hub_bits: rate of a node's port and of each master's, bits per second; share:
+    parameters: of the model.  node_bits, hub_bits: rate of a node's port and of each broker's, bits per second; share:
     of them that training may take.  codec, broadcast_codec: "": chosen, and as the way up.  fragments: 0: an exchange
-    carries the whole model (with several masters: chosen).  every, delay: 0: chosen.  node_batches: the critical batch
+    carries the whole model (with several brokers: chosen).  every, delay: 0: chosen.  node_batches: the critical batch
     size, in batches of one node.
     step_on: a card ("device") or the processor trains.  cores: of a node's machine.  hub_cores: of the hub's, idle.
     node_ns, hub_ns, held_seconds: as for `exchange_costs`; None: the table's.
@@ -79,7 +79,7 @@ class Wish:
     node_bits: float = 1e9
     hub_bits: float = 1e9
     share: float = 0.8
-    masters: int = 1
+    shards: int = 1
     on_nodes: bool = False
     codec: str = ""
     broadcast_codec: str = ""
@@ -100,8 +100,8 @@ class Wish:
             raise ConfigError(f"share is what training may take of the link, in 0 < share <= 1, got {self.share:g}")
         if not 1 <= self.parameters <= MOST_PARAMETERS:
             raise ConfigError(f"a model has 1 to {MOST_PARAMETERS:.0e} parameters, not {self.parameters:g}")
-        if not 1 <= self.masters <= MOST_MASTERS:
-            raise ConfigError(f"a run has 1 to {MOST_MASTERS} masters, not {self.masters}")
+        if not 1 <= self.shards <= MOST_SHARDS:
+            raise ConfigError(f"a run has 1 to {MOST_SHARDS} brokers, not {self.shards}")
         if not LEAST_STEP_SECONDS <= self.step_seconds < inf:
             raise ConfigError(f"a step takes at least {1e3 * LEAST_STEP_SECONDS:g} ms, not {1e3 * self.step_seconds:g}")
         for cores in (self.cores, self.hub_cores):
@@ -115,7 +115,7 @@ class Wish:
     @property
     def carries_all(self) -> bool:
         """Whether an exchange carries all fragments of the model, as in `RunSettings`."""
-        return self.fragments == 0 and self.masters == 1
+        return self.fragments == 0 and self.shards == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_fli
 
     in_flight: earlier deltas of a fragment that a node has in flight when it encodes the next (`exchange_costs`).
     """
-    sizes = exchange_bytes(model_of(wish.parameters), codec, broadcast_codec, fragments, wish.masters)
+    sizes = exchange_bytes(model_of(wish.parameters), codec, broadcast_codec, fragments, wish.shards)
     costs = exchange_costs(
         wish.parameters / fragments,
         sizes.up,
@@ -175,7 +175,7 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_fli
         codec,
         broadcast_codec,
         wish.nodes,
-        wish.masters,
+        wish.shards,
         step_on=wish.step_on,
         codec_on=wish.codec_on,
         in_flight=in_flight,
@@ -205,7 +205,7 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_fli
         node_rate=payload_rate(wish.node_bits, wish.share),
         hub_rate=payload_rate(wish.hub_bits, wish.share),
         fragments=fragments // at_once,
-        masters=wish.masters,
+        shards=wish.shards,
         node_seconds=at_once * costs.node_seconds * nicer_slowdown(wish.cores, step_cores),
         hub_seconds=at_once * costs.hub_seconds,
         held_seconds=held_seconds(whole.thread_seconds, at_once * costs.node_seconds, wish.cores, step_cores),
@@ -225,10 +225,10 @@ def make_plan(wish: Wish) -> RunPlan:
 
 
 def variants(wish: Wish) -> Iterator[RunPlan]:
-    """Yield the plans of the same wish with 1, 2 and 4 masters, and with hubs at 2.5 and 10 Gb/s."""
-    for masters in MASTERS:
-        if not wish.on_nodes or masters <= wish.nodes:
-            yield make_plan(replace(wish, masters=masters))
+    """Yield the plans of the same wish with 1, 2 and 4 brokers, and with hubs at 2.5 and 10 Gb/s."""
+    for shards in SHARDS:
+        if not wish.on_nodes or shards <= wish.nodes:
+            yield make_plan(replace(wish, shards=shards))
     for bits in HUB_BITS:
         yield make_plan(replace(wish, hub_bits=bits, on_nodes=False))
 
@@ -239,7 +239,7 @@ def _fragments(wish: Wish) -> Sequence[int]:
     if wish.carries_all:
         return (pieces_of(wish.parameters),)
     blocks = -(-wish.parameters // BLOCK_VALUES)
-    return [fragments for fragments in FRAGMENTS_TRIED if fragments * wish.masters <= max(blocks, wish.masters)]
+    return [fragments for fragments in FRAGMENTS_TRIED if fragments * wish.shards <= max(blocks, wish.shards)]
 
 
 def _plan(wish: Wish, codec: str, fragments: int) -> RunPlan:

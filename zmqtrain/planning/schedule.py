@@ -158,8 +158,8 @@ _LEAF_VALUES = 1 << 20
 _ZMQ_FRAME_BYTES = 9
 _MESSAGE_PARTS = 2
 """A ZeroMQ message of two parts: each has a flag and a length of at most 8 bytes."""
-_MASTER_BYTES = 256
-"""What one more master costs an exchange each way: an announcement of its own."""
+_SHARD_BYTES = 256
+"""What one more broker costs an exchange each way: an announcement of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +167,14 @@ class Load:
     """What a run asks of its links and machines. Raises ConfigError for what no run can have.
 
     nodes: live ones.  step_seconds: of a node's training step (median over the nodes).
-    bytes_up, bytes_down: of one exchange (one fragment) of one node, over all masters; where a period has several
+    bytes_up, bytes_down: of one exchange (one fragment) of one node, over all brokers; where a period has several
     aggregates (release rule "immediately": one for each node), bytes_down is of all of them.
-    node_rate, hub_rate: bytes per second, one way, that may be used of a node's port and of each master's port: what
-    the reserved share leaves.  fragments: of the model.  masters: brokers with equal shares of every exchange.
+    node_rate, hub_rate: bytes per second, one way, that may be used of a node's port and of each broker's port: what
+    the reserved share leaves.  fragments: of the model.  brokers: brokers with equal shares of every exchange.
     node_seconds: that a node's codec takes for one exchange, encode and decode, beside the training.
-    hub_seconds: CPU of a master for one exchange, all contributions of it.
+    hub_seconds: CPU of a broker for one exchange, all contributions of it.
     held_seconds: that training loses to one exchange: see `held_seconds`.
-    on_nodes: the masters run on nodes, and share their ports; else each has a port of its own.
+    on_nodes: the brokers run on nodes, and share their ports; else each has a port of its own.
     pieces: an exchange carries the whole model in so many fragments, one after the other (`fragments` is 1 then); 0: it
     carries one fragment.
     """
@@ -186,7 +186,7 @@ class Load:
     node_rate: float
     hub_rate: float
     fragments: int = 1
-    masters: int = 1
+    shards: int = 1
     node_seconds: float = 0.0
     hub_seconds: float = 0.0
     held_seconds: float = 0.0
@@ -194,7 +194,7 @@ class Load:
     pieces: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "fragments", "masters"):
+        for name in ("nodes", "fragments", "shards"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("step_seconds", "node_rate", "hub_rate"):
@@ -203,8 +203,8 @@ class Load:
         for name in ("bytes_up", "bytes_down", "node_seconds", "hub_seconds", "held_seconds"):
             if not (getattr(self, name) >= 0 and isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.on_nodes and self.masters > self.nodes:
-            raise ConfigError(f"{self.masters} masters do not find a node each among {self.nodes}")
+        if self.on_nodes and self.shards > self.nodes:
+            raise ConfigError(f"{self.shards} brokers do not find a node each among {self.nodes}")
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Prediction:
     efficiency: steps per second, to those without any exchange.  period_steps: between two aggregates of a node.
     model_period_steps: until every fragment has had its turn.  age_steps: of an aggregate when it is applied.
     latency_seconds: from an offer to its decoded aggregate.  busiest: the stage that is busy for most of the time.
-    port_up, port_down: the share of `hub_rate` that is used of a master's port, toward it and away from it.
+    port_up, port_down: the share of `hub_rate` that is used of a broker's port, toward it and away from it.
     node_port: the same of `node_rate`, the busier way.  mb_up, mb_down: 10^6 bytes of a node per step.
     """
 
@@ -274,7 +274,7 @@ def model_of(parameters: int) -> ModelSpec:
 
 @lru_cache(maxsize=256)
 def exchange_bytes(
-    model: ModelSpec, codec: str, broadcast_codec: str, fragments: int = 1, masters: int = 1
+    model: ModelSpec, codec: str, broadcast_codec: str, fragments: int = 1, shards: int = 1
 ) -> ExchangeBytes:
     """Return what one exchange moves, the mean over the fragments, rounded up: frames, heads, chunk heads, credits.
 
@@ -295,7 +295,7 @@ def exchange_bytes(
         # a chunk is granted or acknowledged by its receiver, on the other way
         up += len(answer) * _message_bytes(Credit(2**31, 1))
         down += len(sizes) * _message_bytes(Credit(2**31, 1))
-    more_heads = (masters - 1) * fragments * _MASTER_BYTES
+    more_heads = (shards - 1) * fragments * _SHARD_BYTES
     return ExchangeBytes(-(-(up + more_heads) // fragments), -(-(down + more_heads) // fragments))
 
 
@@ -341,16 +341,16 @@ def nicer_slowdown(cores: float, step_cores: float) -> float:
 def stages(load: Load) -> dict[str, float]:
     """Return how long each stage works on one exchange of all nodes, in seconds.
 
-    The two ways of a port are stages of their own. Where masters run on nodes, a port carries what its node sends to
-    and gets from the other masters besides.
+    The two ways of a port are stages of their own. Where brokers run on nodes, a port carries what its node sends to
+    and gets from the other brokers besides.
     """
-    nodes, masters = load.nodes, load.masters
+    nodes, shards = load.nodes, load.shards
     up, down = load.bytes_up, load.bytes_down
     if load.on_nodes:
-        into = ((nodes - 1) * up + (masters - 1) * down) / masters
-        out = ((masters - 1) * up + (nodes - 1) * down) / masters
+        into = ((nodes - 1) * up + (shards - 1) * down) / shards
+        out = ((shards - 1) * up + (nodes - 1) * down) / shards
     else:
-        into, out = nodes * up / masters, nodes * down / masters
+        into, out = nodes * up / shards, nodes * down / shards
     return {
         "the hub's port, up": into / load.hub_rate,
         "the hub's port, down": out / load.hub_rate,

@@ -6,7 +6,7 @@ carried out in order.
 Rule 4 (joining): a Hello that no sound peer says is a RemoteProtocolError; a sound one that is refused is answered with
 a sentence that says what to do, and changes nothing. A duplicate Hello is dropped. A peer that says Hello again is the
 same peer on a new connection: its counts go on, what was in flight on the old connection is lost. A standby, or the
-master of a shard, replaces the one at its address.
+broker of a shard, replaces the one at its address.
 Rule 5 (leaving): nothing waits for a lost peer: its data units are dealt again, another node initializes the run in its
 place, its group ends, and a round that only it held up is released. Deltas received from it stay in the run, except
 in synchronous runs, where all nodes must end with the same parameters. Processes of a group have a shorter timeout than
@@ -140,7 +140,7 @@ DIVERGED = frozenset({"norm", "enormous", "non-finite"})
 """A node quarantined for one of these diverges, and its recent contributions may have been part of that."""
 STATE_OF_ROLE = {
     "observer": MemberState.OBSERVER,
-    "master": MemberState.MASTER,
+    "broker": MemberState.SHARD,
     "process": MemberState.PROCESS,
     "standby": MemberState.STANDBY,
 }
@@ -151,8 +151,8 @@ class Hub:
     """The hub's state machine.
 
     settings, rule: of the run.  run: its id.  preemption: who lags in a population (initial own); None: nobody.
-    planner: chooses the settings that are auto; None: they stay as they begin.  shard: index among several masters; a
-    master other than the first (0) has no data units, and hears from its nodes who has drained.  first: address of the
+    planner: chooses the settings that are auto; None: they stay as they begin.  shard: index among several brokers; a
+    broker other than the first (0) has no data units, and hears from its nodes who has drained.  first: address of the
     first, if this is another.
 
     version: of the last aggregate, -1 before the run is initialized.  exchange: how nodes exchange gradients in every
@@ -199,7 +199,7 @@ class Hub:
         self.lease = PrimaryLease()
         self.timetable = Timetable(settings)
         self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
-        self.shards = ShardRegistry(settings.masters)
+        self.shards = ShardRegistry(settings.shards)
         self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, together=settings.carries_all)
         self.units = UnitDealer(settings, self.members, shard)
         self.records = Records()
@@ -354,7 +354,7 @@ class Hub:
     def _on_stop(self, member: Member, message: Stop, now: float) -> list[HubEffect]:
         """End the run: nodes that train drain and leave, all others are disconnected. Later it does nothing."""
         if self.shard:
-            text = f"this broker has shard {self.shard} of the run: say it to the first master, at {self.first}"
+            text = f"this broker has shard {self.shard} of the run: say it to the first broker, at {self.first}"
             return [SendTo(member.peer, Refused("shard", text))]
         if self.stopped_at is not None:
             return []
@@ -389,7 +389,7 @@ class Hub:
         refused, succeeds = self._refusal_of(sender, hello), None
         if refused is not None and refused.reason == "superseded":
             self.fence.count(Verdict.FORMER)
-        if refused is None and hello.role == "master":
+        if refused is None and hello.role == "broker":
             why, succeeds = f"this broker has shard {self.shard}: register with the first, at {self.first}", None
             if not self.shard:
                 why, succeeds = self.shards.claim(sender, Claim(hello.shard, hello.address[:MAX_WORDS]))
@@ -427,7 +427,7 @@ class Hub:
             effects.append(SendTo(peer, Quarantine("again", "it was quarantined before it connected again", rest)))
         if member.state is MemberState.OBSERVER:
             effects.append(SendTo(peer, self.roster(now)))
-        if member.state is MemberState.MASTER:  # nodes may wait for it
+        if member.state is MemberState.SHARD:  # nodes may wait for it
             effects.append(Broadcast(self.roster(now)))
         # units may have been sent on the old connection: it will ask again, unless it is no node any more
         left = before if before is not None and before.is_node and not member.is_node else None
@@ -454,9 +454,9 @@ class Hub:
             return Refused("unknown", f"this broker has {MOST_MEMBERS} peers: try again later")
         if hello.role == "standby" and (why := self._obstacle_to_standby(sender, hello)):
             return Refused("occupied", why)
-        if hello.role == "master" and hello.run not in ("", self.run) and not self.shard:
+        if hello.role == "broker" and hello.run not in ("", self.run) and not self.shard:
             text = (
-                f"the first master now runs {self.run}, this one has a shard of {hello.run}. Restart the first "
+                f"the first broker now runs {self.run}, this one has a shard of {hello.run}. Restart the first "
                 "with the checkpoint of that run, or start this one again to join the new run"
             )
             return Refused("run", text)
@@ -464,8 +464,8 @@ class Hub:
 
     def _obstacle_to_standby(self, sender: PeerId, hello: Hello) -> str:
         """Return why this hub takes no standby, or not this one; "" if it does."""
-        if self.settings.masters > 1:
-            return "this run has several masters: a standby follows one broker that has the whole model"
+        if self.settings.shards > 1:
+            return "this run has several brokers: a standby follows one broker that has the whole model"
         if self.exchange:
             return f"the nodes of this run exchange with {_exchange_flag(self.exchange)}, past the broker"
         if not ADDRESS.fullmatch(hello.address):
@@ -522,7 +522,7 @@ class Hub:
             accepted=tuple(publish.sequence for sender, publish in self.rounds.pending if sender == peer),
             schedules=self.timetable.since(self.version),
             shard=self.shard,
-            masters=(self.first,) if self.shard else self.shards.addresses,
+            shards=(self.first,) if self.shard else self.shards.addresses,
             heard=self.records.heard(peer),
             term=self.term,
             standby=self.lease.standby,
@@ -578,7 +578,7 @@ class Hub:
             effects.append(SendTo(member.peer, self.roster(now)))
         over = member.quarantined and not self.quarantines.rest(member.peer, now)
         member.quarantined = self.quarantines.rest(member.peer, now) > 0
-        if over and member.state is MemberState.LIVE and self.settings.masters == 1:
+        if over and member.state is MemberState.LIVE and self.settings.shards == 1:
             # its pending delta since then is the offence of its quarantine many times over
             effects.append(_restart(member, OVER))
         return effects
@@ -586,14 +586,14 @@ class Hub:
     def _keeps_others_waiting(self, member: Member, late: float, now: float) -> bool:
         """Whether a node that was asked for its parameters takes longer than a sound one while others wait.
 
-        At the first of several masters it announces them after it has brought the other masters theirs.
+        At the first of several brokers it announces them after it has brought the other brokers theirs.
         """
         if member.state not in (MemberState.FOUNDING, MemberState.LENDING) or self.shard:
             member.founds_since = None
             return False
         member.founds_since = now if member.founds_since is None else min(now, member.founds_since + late)
         size = sum(sum(one.sizes) for one in member.open.values())
-        if self.settings.masters > 1:
+        if self.settings.shards > 1:
             size += 4 * count_values(self.model)
         in_time = now - member.founds_since <= FOUNDER_SECONDS + size / FOUNDER_BYTES_PER_SECOND
         return not in_time and bool(self._in(MemberState.WAITING, MemberState.APART))
@@ -619,9 +619,9 @@ class Hub:
         if member.state is MemberState.PROCESS:
             gone = self.groups.gone(member.peer, text, left=reason == "goodbye")
             return [Disconnect(member.peer, "process", text), *gone]
-        if member.state is MemberState.MASTER:
+        if member.state is MemberState.SHARD:
             self.shards.forget(member.peer)
-            return [Disconnect(member.peer, "master", text), Broadcast(self.roster(now))]
+            return [Disconnect(member.peer, "broker", text), Broadcast(self.roster(now))]
         if reason == "goodbye":
             self.lease.said_goodbye(member.peer, member.joined)
         effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
@@ -658,7 +658,7 @@ class Hub:
         if self.shard and fetch.founding > self.initialization.number and self.version > 0:
             text = (
                 f"shard {self.shard} of {self.run} is trained already, up to version {self.version}, and the first "
-                "master begins a new run: restart that with its checkpoint, or all masters without"
+                "broker begins a new run: restart that with its checkpoint, or all brokers without"
             )
             return self.initialization.send_away(member, "founding", text)
         effects = self._begun(self.initialization.fetched(member, fetch))
@@ -691,10 +691,10 @@ class Hub:
     def preempt(self, peer: PeerId, reason: str) -> list[HubEffect]:
         """Have a live node drop what it has pending and start again from the shared parameters.
 
-        Raises LocalProtocolError if it is not live, and where there are several masters.
+        Raises LocalProtocolError if it is not live, and where there are several brokers.
         """
-        if self.settings.masters > 1:
-            raise LocalProtocolError(f"{peer} cannot be preempted by one of several masters: it would drop all it has")
+        if self.settings.shards > 1:
+            raise LocalProtocolError(f"{peer} cannot be preempted by one of several brokers: it would drop all it has")
         member = self.members.get(peer)
         if member is None or member.state is not MemberState.LIVE:
             state = "not here" if member is None else member.state.value
@@ -879,7 +879,7 @@ class Hub:
             effects = [Rebase(out, why)]
         member.quarantined = True
         effects.append(SendTo(member.peer, Quarantine(reason, text, seconds)))
-        takes_back = reason in DIVERGED and self.settings.mode == "default" and self.settings.masters == 1
+        takes_back = reason in DIVERGED and self.settings.mode == "default" and self.settings.shards == 1
         if takes_back and not self.exchange:
             effects.append(TakeBack(member.peer))
         return effects + self.release(now)
@@ -1075,7 +1075,7 @@ class Hub:
             score_version=self.score_version,
             every=settings.every,
             delay=settings.delay,
-            masters=self.shards.addresses if not self.shard else (),
+            shards=self.shards.addresses if not self.shard else (),
             exchange=self.exchange,
             hub={
                 "term": self.term,

@@ -10,8 +10,8 @@
              pending there. With `elastic` under 1 there is no population: the first node gives the parameters, and the
              others keep their own, their difference from them pending.
 
-With several masters the first one decides (founder) and numbers its questions; the node that is asked brings the other
-masters their shards under that number before it answers. Another master asks only a node with a higher number than that
+With several brokers the first one decides (founder) and numbers its questions; the node that is asked brings the other
+brokers their shards under that number before it answers. Another broker asks only a node with a higher number than that
 of the parameters it has (if a founder fails half-way, the next one starts over), or with that very number if the node
 has reconnected.
 
@@ -122,7 +122,7 @@ class Initialization:
     """The initialization of one run.
 
     members: shared with the hub; a member with another model is sent away here.  preemption: None preempts nobody.
-    shard: index among several masters.  number: of the last question, at the first of several masters; at another, of
+    shard: index among several brokers.  number: of the last question, at the first of several brokers; at another, of
     the parameters that it has.  founded: the run has parameters.  started: nodes have been served with them.
     """
 
@@ -353,23 +353,23 @@ class Initialization:
     def _ask(self, member: Member, state: MemberState) -> list[HubEffect]:
         member.move(state)
         self.model = member.model
-        if self.settings.masters == 1:
+        if self.settings.shards == 1:
             return [SendTo(member.peer, Fetch())]
         self.number += not self._shard
         return [SendTo(member.peer, Fetch(founding=self.number))]
 
     def _is_asked(self, number: int) -> bool:
-        """Whether, at another master than the first, the node with this number gives the parameters now; it may have
+        """Whether, at another broker than the first, the node with this number gives the parameters now; it may have
         reconnected in between."""
         again = number == self.number > 0 and not self.founded and not self._in(MemberState.FOUNDING)
         return number > self.number or again
 
     def _start_over(self, founder: Member, number: int) -> list[HubEffect]:
-        """Take the parameters of the node that the first master has asked now, and drop those of an earlier one, which
+        """Take the parameters of the node that the first broker has asked now, and drop those of an earlier one, which
         nobody has trained on."""
         effects: list[HubEffect] = []
         for member in self._in(MemberState.WAITING, MemberState.FOUNDING, MemberState.LIVE):
-            effects += self.send_away(member, "founding", "another node founds the run, as the first master says")
+            effects += self.send_away(member, "founding", "another node founds the run, as the first broker says")
         self.founded = self.started = False
         self.number = number
         return effects + self._ask(founder, MemberState.FOUNDING)

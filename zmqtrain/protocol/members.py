@@ -1,8 +1,8 @@
 """Peers as the hub sees them: states, allowed messages, the registry of shards, and records that outlive a connection.
 
 Rule 1: `ALLOWED` is the whole table: a message that it does not allow disconnects its sender and nobody else.
-Rule 2: the first of several masters (shard 0) has the settings, the data units and the roster; the others register with
-it, and it tells nodes where they are. A shard has one master: another one is refused while that one is alive, unless it
+Rule 2: the first of several brokers (shard 0) has the settings, the data units and the roster; the others register with
+it, and it tells nodes where they are. A shard has one broker: another one is refused while that one is alive, unless it
 is at the very same address, which only its successor can have.
 Rule 3: records are bounded: the newest landings of each peer, and the most recent peers. A peer that only says Hello
 never displaces one that has published. A record is small (landings are 64-bit numbers in an array, 1 KB in all),
@@ -51,7 +51,7 @@ from zmqtrain.protocol.messages import (
 )
 
 RUN_OVER = "the run is over"
-"""Reason of the first master's Goodbye that ends the other masters too; after any other reason they wait for it."""
+"""Reason of the first broker's Goodbye that ends the other brokers too; after any other reason they wait for it."""
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]*]+):[1-9]\d{0,4}", re.ASCII)
 """An address that nodes connect to."""
 MOST_WAITING = 64
@@ -65,33 +65,33 @@ RANGES_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The registration of a master: its shard, and the address at which nodes reach it."""
+    """The registration of a broker: its shard, and the address at which nodes reach it."""
 
     shard: int
     address: str
 
 
-def name_missing(masters: Sequence[str]) -> str:
-    """Return, for people, which shards have no master now; "" if none is missing."""
-    missing = [str(shard) for shard, address in enumerate(masters) if shard and not address]
+def name_missing(shards: Sequence[str]) -> str:
+    """Return, for people, which shards have no broker now; "" if none is missing."""
+    missing = [str(shard) for shard, address in enumerate(shards) if shard and not address]
     if not missing:
         return ""
     which = f"shard {missing[0]}" if len(missing) == 1 else f"shards {', '.join(missing[:-1])} and {missing[-1]}"
-    return f"the {'master' if len(missing) == 1 else 'masters'} of {which} of {len(masters)}"
+    return f"the {'broker' if len(missing) == 1 else 'brokers'} of {which} of {len(shards)}"
 
 
 class ShardRegistry:
-    """The masters of one run, as its first master knows them. count: their number, with the first."""
+    """The brokers of one run, as its first broker knows them. count: their number, with the first."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._claims: dict[int, tuple[PeerId, str]] = {}
 
     def claim(self, peer: PeerId, claim: Claim) -> tuple[str, PeerId | None]:
-        """Register a master; return (why it is refused, "" if it is not; the peer that it succeeds, None for none)."""
+        """Register a broker; return (why it is refused, "" if it is not; the peer that it succeeds, None for none)."""
         shard, last = claim.shard, self.count - 1
         if self.count == 1:
-            return "this broker has the whole model; start it with --shard 0/M to divide that among M masters", None
+            return "this broker has the whole model; start it with --shard 0/M to divide that among M brokers", None
         if not 1 <= shard <= last:
             return f"shard {shard}/{self.count}: the first has shard 0, the others have 1 to {last}", None
         if not ADDRESS.fullmatch(claim.address):
@@ -99,7 +99,7 @@ class ShardRegistry:
         holder, address = self._claims.get(shard, (peer, claim.address))
         if holder != peer and address != claim.address:
             text = (
-                f"shard {shard}/{self.count} has a master already, at {address}: stop that one first, or take another "
+                f"shard {shard}/{self.count} has a broker already, at {address}: stop that one first, or take another "
                 "shard (one that has just died is forgotten within seconds)"
             )
             return text, None
@@ -108,12 +108,12 @@ class ShardRegistry:
         return "", holder if holder != peer else None
 
     def forget(self, peer: PeerId) -> None:
-        """Remove a master that is gone."""
+        """Remove a broker that is gone."""
         self._claims = {shard: one for shard, one in self._claims.items() if one[0] != peer}
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """By shard the address of its master, "" if it has none, and for the first; () where there is one master."""
+        """By shard the address of its broker, "" if it has none, and for the first; () where there is one broker."""
         if self.count == 1:
             return ()
         return tuple(self._claims.get(shard, ("", ""))[1] for shard in range(self.count))
@@ -123,7 +123,7 @@ class MemberState(Enum):
     """Where a peer stands with the hub."""
 
     OBSERVER = "observing"
-    MASTER = "serving a shard"
+    SHARD = "serving a shard"
     PROCESS = "in a group"
     STANDBY = "following as standby"
     WELCOMED = "welcomed"
@@ -136,7 +136,7 @@ class MemberState(Enum):
 
 _NODES = frozenset(MemberState) - {
     MemberState.OBSERVER,
-    MemberState.MASTER,
+    MemberState.SHARD,
     MemberState.PROCESS,
     MemberState.STANDBY,
 }

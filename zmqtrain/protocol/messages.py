@@ -6,7 +6,7 @@ Rule 2: a message that announces a transfer (`ANNOUNCEMENTS`) carries the size o
 receiver can refuse it before it allocates memory.
 Rule 3: a sentence for people is bounded and has no control characters (`printable`), on both sides of the wire.
 Rule 4: a client of the parameter server numbers its requests; the number of a request that announces a transfer is the
-number of the transfer. A master refuses a request by that number (`Refused.sequence`).
+number of the transfer. A broker refuses a request by that number (`Refused.sequence`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WireProcess = tuple[str, str, str, str]
 """A process of a group: name, address, public CURVE key ("": none), and the token that connections to it must carry."""
 WireKey = tuple[str, tuple[int, ...], str]  # a key of the parameter server: name, shape, dtype
 WirePlace = tuple[str, tuple[int, ...], str, tuple[tuple[int, int, int], ...]]
-"""A key and its pieces: for each the master, its first value in the flat key, and the number of values."""
+"""A key and its pieces: for each the broker, its first value in the flat key, and the number of values."""
 
 
 def printable(text: str, most: int = MAX_WORDS) -> str:
@@ -60,7 +60,7 @@ def model_from_wire(wire: tuple[WireLeaf, ...]) -> ModelSpec:
 class Hello:
     """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing).
 
-    role: "node", "observer", "process" (of a group, no node of the run), "master" of a `shard`, which nodes reach at
+    role: "node", "observer", "process" (of a group, no node of the run), "broker" of a `shard`, which nodes reach at
     `address`, or "standby": the hub's successor, which nodes reach at `address`.
     link: rate of this node's port, bytes of payload per second, one way (0: not known).  share: the part of it that
     training may use.  exchange: how this node exchanges gradients in every step, past the hub ("": it publishes).
@@ -93,7 +93,7 @@ class Welcome:
     landed: (sequence, version) of this node's publishes that are in the parameters; accepted: those that will be.
     heard: highest sequence heard of this peer id, from any process: a new process counts on from it.  schedules: the
     one that holds, and the next one if there is one.
-    shard: index of this master among several.  masters: address of each by shard ("": not here), from the first master;
+    shard: index of this broker among several.  shards: address of each by shard ("": not here), from the first broker;
     from another, the address of the first.  term: number of takeovers of this run so far.  standby: address of the
     hub's successor ("": none).  called: name of this peer in a Roster.  samples: as in Roster.
     """
@@ -106,7 +106,7 @@ class Welcome:
     accepted: tuple[int, ...] = ()
     schedules: tuple[WireSchedule, ...] = ()
     shard: int = 0
-    masters: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
     heard: int = -1
     term: int = 0
     standby: str = ""
@@ -185,7 +185,7 @@ class Roster:
     """Hub to all: the nodes and the state of the run. members: one map a node; evaluator: the node that scores the
     model. Both use the names of Welcome, not ids, because a process that knows an id can say Hello with it.
 
-    every, delay: k and d at `version`.  masters: as in Welcome.  served: of the parameter server: keys, bytes, pushes,
+    every, delay: k and d at `version`.  shards: as in Welcome.  served: of the parameter server: keys, bytes, pushes,
     clients; empty if it has no keys.  exchange: as in Hello.
     hub: of the hub itself: term, standby, `without` (number of the lease from which nodes are to release it; 0: none)
     and dropped messages by verdict (`fencing`).  Of a live broker also: deltas refused, connections and messages turned
@@ -207,7 +207,7 @@ class Roster:
     score_version: int
     every: int = 0
     delay: int = 0
-    masters: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
     served: dict[str, Scalar] = field(default_factory=dict)
     exchange: str = ""
     hub: dict[str, Scalar] = field(default_factory=dict)
@@ -232,8 +232,8 @@ class Fetch:
 
     score: of this node's own parameters, lower is better (NaN: not known). A node that trains apart repeats it, without
     its model, or with it if it keeps its own in place of lent ones; a node that was sent the mean reports its score
-    once.  founding: number that the first of several masters gives when it asks; with it the node brings the other
-    masters their shards before it answers.  digest, held: of a snapshot cut short by a lost connection, and how many of
+    once.  founding: number that the first of several brokers gives when it asks; with it the node brings the other
+    brokers their shards before it answers.  digest, held: of a snapshot cut short by a lost connection, and how many of
     its first frames are here ("", 0: none).
     """
 
@@ -532,15 +532,15 @@ StandbyMessage = Replica | Books | Holding | Promote
 
 @dataclass(frozen=True, slots=True)
 class Enrol:
-    """Client to master: I use your keys by these rules. "" and 0: whatever they are here.
+    """Client to broker: I use your keys by these rules. "" and 0: whatever they are here.
 
-    store: as the first of the masters named it.  master: which of `masters` this client takes you for.
+    store: as the first of the brokers named it.  shard: which of `shards` this client takes you for.
     workers: clocks begin to move when so many have enrolled.  reads: this client never pushes.
     """
 
     store: str
-    master: int
-    masters: int
+    shard: int
+    shards: int
     consistency: str
     optimizer: str
     workers: int
@@ -549,7 +549,7 @@ class Enrol:
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """Master to client: these are the rules."""
+    """Broker to client: these are the rules."""
 
     store: str
     consistency: str
@@ -559,7 +559,7 @@ class Enrolled:
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Client to the first master: I have values for these keys; where do they lie? With a dtype of "": only where."""
+    """Client to the first broker: I have values for these keys; where do they lie? With a dtype of "": only where."""
 
     request: int
     keys: tuple[WireKey, ...]
@@ -567,9 +567,9 @@ class Declare:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """First master to client: the places of keys of that request, some now, others when their values are there.
+    """First broker to client: the places of keys of that request, some now, others when their values are there.
 
-    found: bring the values of these to all their masters, then say Founded.  given: the values of these are there.
+    found: bring the values of these to all their brokers, then say Founded.  given: the values of these are there.
     """
 
     request: int
@@ -579,14 +579,14 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Founded:
-    """Client to the first master: the values of these keys are with all their masters."""
+    """Client to the first broker: the values of these keys are with all their brokers."""
 
     keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Initialise:
-    """Client to master: the first values of your piece of a key wait for credit."""
+    """Client to broker: the first values of your piece of a key wait for credit."""
 
     transfer: int
     key: str
@@ -598,7 +598,7 @@ class Initialise:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Client to master: a gradient for your piece of a key waits for credit. pull: send me the values after it."""
+    """Client to broker: a gradient for your piece of a key waits for credit. pull: send me the values after it."""
 
     transfer: int
     key: str
@@ -609,7 +609,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Client to master: send me the values of your piece of a key."""
+    """Client to broker: send me the values of your piece of a key."""
 
     request: int
     key: str
@@ -617,7 +617,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Master to client: the values for this request, after `version` steps."""
+    """Broker to client: the values for this request, after `version` steps."""
 
     transfer: int
     request: int
@@ -627,21 +627,21 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Master to client: this request, which wants no values, is done."""
+    """Broker to client: this request, which wants no values, is done."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """Master to client: your requests wait for these workers, and for so many that have not enrolled."""
+    """Broker to client: your requests wait for these workers, and for so many that have not enrolled."""
 
     workers: tuple[str, ...]
     missing: int
 
 
 KEY_REQUESTS = (Enrol, Declare, Founded, Initialise, Push, Pull)
-"""Messages of a client to a master."""
+"""Messages of a client to a broker."""
 KeyMessage = Enrol | Enrolled | Declare | Placed | Founded | Initialise | Push | Pull | Values | Done | Awaited
 
 

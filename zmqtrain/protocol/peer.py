@@ -278,13 +278,13 @@ the run's parameters (version -1) moves nothing."""
 class Peer:
     """A node's state machine.
 
-    peer: its id at the hub.  name: for people.  role: "node"; "observer"; the claim of a master that registers a shard
+    peer: its id at the hub.  name: for people.  role: "node"; "observer"; the claim of a broker that registers a shard
     with the first and then observes; or an operator's order, sent after each Hello (Promote to a standby, Stop to a
     hub).  link, share, exchange: as in Hello.  incarnation: of the last Hello that this id has said, in any process
     (0: not fenced).  addresses: where the hub is looked for, in turn; without any a standby is never tried.
 
-    founding: the number with which a node initializes the shards of several masters: received from the first, sent to
-    the others.  over: the hub has said so to a master, or to an operator.  score: of its own parameters, as last sent.
+    founding: the number with which a node initializes the shards of several brokers: received from the first, sent to
+    the others.  over: the hub has said so to a broker, or to an operator.  score: of its own parameters, as last sent.
     timetable: which k and d hold when, from Welcome on.  quarantined_until: the hub rejects its deltas until then.
     held: as in Fetch: what a lost connection has left of a snapshot.  term: of the last hub believed.  without, heard,
     called: as in Hello and Welcome.  dropped: messages of the hub that were not current, by verdict.  run_samples: of
@@ -319,7 +319,7 @@ class Peer:
         self.run_version: Version = -1
         self.roster: Roster | None = None
         self.run_samples = self.shard = self.founding = 0
-        self.masters: tuple[str, ...] = ()
+        self.shards: tuple[str, ...] = ()
         self.over = self.overtaken = False
         self.quarantined_until = 0.0
         self.held: tuple[str, int] = ("", 0)
@@ -523,7 +523,7 @@ class Peer:
                 self.round_trip_seconds = now - sent
                 return self._withdraw_unheard(sent, heard)
             case Roster():
-                self.roster, self.masters = message, message.masters or self.masters
+                self.roster, self.shards = message, message.shards or self.shards
                 self.run_samples = message.samples
                 self.know(str(message.hub.get("standby", "")))
                 return self._let_go_on(message, now)
@@ -531,7 +531,7 @@ class Peer:
                 self.timetable.add(message)
             case Quarantine(reason, _, seconds):
                 self.quarantined_until = now + seconds
-                several = self.settings is not None and self.settings.masters > 1  # each has a part only
+                several = self.settings is not None and self.settings.shards > 1  # each has a part only
                 if seconds > 0 and (self.state, Quarantine) in PEER_TRANSITIONS and not several:
                     self._following.restart(warm=reason in KEEPS_OPTIMIZER)
                     return self._resync(Quarantine)
@@ -633,7 +633,7 @@ class Peer:
 
     def _greeting(self) -> Hello:
         if (claim := self.claim) is not None:
-            return Hello(self.name, "master", self.run, self.version, shard=claim.shard, address=claim.address)
+            return Hello(self.name, "broker", self.run, self.version, shard=claim.shard, address=claim.address)
         role = "observer" if self.observer else "node"
         hello = Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange)
         return replace(hello, in_flight=self._asks_of, checkpoints=self.checkpoints)
@@ -642,7 +642,7 @@ class Peer:
         """Whether this node has nothing of its run, and is offered the same settings again: its broker was lost during
         the initialization."""
         nothing, settings = self.version < 0 and self.claim is None, self.settings
-        return nothing and settings is not None and settings.masters == 1 and welcome.settings == settings.to_dict()
+        return nothing and settings is not None and settings.shards == 1 and welcome.settings == settings.to_dict()
 
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
         mismatch = hub_mismatch(welcome, self.run, self.term, self.version, self._may_start_over(welcome))
@@ -656,7 +656,7 @@ class Peer:
         for schedule in welcome.schedules:
             self.timetable.add(schedule_from_plain(schedule))
         self.run_model, self.run_version = model_from_wire(welcome.model), welcome.version
-        self.shard, self.masters, self.run_samples = welcome.shard, welcome.masters, welcome.samples
+        self.shard, self.shards, self.run_samples = welcome.shard, welcome.shards, welcome.samples
         self._move(Welcome)
         self.obstacle = ""
         self._search.backoff.reset()
@@ -686,7 +686,7 @@ class Peer:
         population &= (self.state, Move.FETCH_APART) in PEER_TRANSITIONS
         apart = population and not self.founded and self.version < 0
         self._move(Move.FETCH_APART if apart and cause is Move.FETCH else cause)
-        founding = self.founding if self.shard else 0  # the first master gives the number
+        founding = self.founding if self.shard else 0  # the first broker gives the number
         return [Send(Fetch(self._following.fetch(), model_to_wire(self.model), self.score, founding, *self.held))]
 
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:

@@ -263,7 +263,7 @@ class Immediately(ReleaseRule):
 
 @dataclass(frozen=True, slots=True)
 class AfterCount(ReleaseRule):
-    """Due when so many contributions have come, from any nodes (the master of Async-FMB).
+    """Due when so many contributions have come, from any nodes (the broker of Async-FMB).
 
     If fewer nodes are live, their number is enough, because a node whose offers all wait here sends no more.  Raises
     ConfigError.
@@ -288,7 +288,7 @@ class AfterCount(ReleaseRule):
 
 @dataclass(frozen=True, slots=True)
 class AfterTime(ReleaseRule):
-    """Due so many seconds after the last round was, with the contributions that wait (the master of Async-Timed).
+    """Due so many seconds after the last round was, with the contributions that wait (the broker of Async-Timed).
 
     If none waits then, it is due at the first contribution, and the next `seconds` begin with that.  Before the first
     release they begin with the first contribution.  Raises ConfigError.

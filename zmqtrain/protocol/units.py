@@ -4,7 +4,7 @@ Rule 1: a unit is a number; its meaning is the program's business. A unit of a l
 done. Returned units are dealt first (in a run with lanes, within their lane).
 Rule 2: a unit is done once, by the node that it was dealt to. A ledger read from a checkpoint also believes nodes about
 units that it has not dealt, at most CLAIMED_AHEAD of each lane.
-Rule 3: the first master deals; nodes tell other masters only that they wait for data, or have drained.
+Rule 3: the first broker deals; nodes tell other brokers only that they wait for data, or have drained.
 Rule 4: a round does not wait for a node without data; the units of a lost node go to waiting nodes.
 Rule 5: a run ends when all units are done and nothing is pending at any node: then all end with the same parameters.
 """
@@ -177,7 +177,7 @@ class WorkLedger:
 
 
 class UnitDealer:
-    """The data units of one run, and its end. members: shared with the hub; shard: index among several masters.
+    """The data units of one run, and its end. members: shared with the hub; shard: index among several brokers.
 
     nodes_at_the_end: how many nodes trained when the data ended; the last to drain must not weigh more in a mean
     because the others have left.

@@ -127,10 +127,10 @@ class Scenario:
         names = [node.name or f"node-{number}" for number, node in enumerate(self.nodes)]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"two nodes have the same name: {', '.join(sorted(twice))}")
-        if self.settings.masters > 1:
+        if self.settings.shards > 1:
             raise ConfigError(
-                f"masters = {self.settings.masters}: the simulator models one broker; say masters = 1 (a port of "
-                f"{self.settings.masters} times the rate comes near to so many masters)"
+                f"shards = {self.settings.shards}: the simulator models one broker; say shards = 1 (a port of "
+                f"{self.settings.shards} times the rate comes near to so many brokers)"
             )
         if self.settings.start_nodes > len(self.nodes):
             raise ConfigError(

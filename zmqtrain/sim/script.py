@@ -231,7 +231,7 @@ class ScriptedExchange:
             raise AggregateTimeout(f"{self.name} applied nothing here")
         return update
 
-    def everyone_drained(self, master: int) -> bool:
+    def everyone_drained(self, broker: int) -> bool:
         """See Exchange: once nothing more is applied."""
         return self._due("application") is None
 

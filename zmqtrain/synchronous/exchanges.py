@@ -4,7 +4,7 @@ By allreduce every process has the same mean and takes the same step. All agreem
 first how many samples each has, then bucket by bucket the gradients. If a process is lost, the others form a group of
 their own and say how far each has come; the hub does not reduce for such a group, so it uses another algorithm.
 
-Through a server every leaf's gradient goes to its master, which steps it. A leaf is a key whose name holds the version
+Through a server every leaf's gradient goes to its broker, which steps it. A leaf is a key whose name holds the version
 of the run's parameters that it began with, so that no run goes on from the weights of another. A worker without data
 leaves, so that nobody waits for its gradients, and comes again with the next batch: no step is made of gradients that
 are zero. A worker that ends reads the weights once more: at the end of the data they are the same everywhere.
@@ -276,7 +276,7 @@ class ServerExchange:
         return Turn(samples, over)
 
     def begin(self, leaves: Sequence[int], values: Array) -> None:
-        """See GradientExchange: each leaf's gradient leaves for its master, whose weights come back."""
+        """See GradientExchange: each leaf's gradient leaves for its broker, whose weights come back."""
         weights = np.empty_like(values)
         answers, start = list[Pending](), 0
         for leaf in leaves:
@@ -319,7 +319,7 @@ class ServerExchange:
         return [tuple(numbers)]
 
     def recover(self, lost: PeerLost) -> None:
-        """See GradientExchange: without a master its layers are lost, and nobody can go on."""
+        """See GradientExchange: without a broker its layers are lost, and nobody can go on."""
         raise PeerLost(
             lost.peer,
             f"{lost.why}. The weights of its layers are gone with it: start the brokers again, and then the nodes; "
@@ -380,12 +380,12 @@ def read_exchange(text: str) -> Synchronous | None:
     return choice
 
 
-def check_masters(choice: Synchronous | None, settings: RunSettings) -> None:
-    """Raise ConfigError if the run does not have the masters that were asked for."""
-    if isinstance(choice, Server) and choice.masters not in (0, settings.masters):
+def check_shards(choice: Synchronous | None, settings: RunSettings) -> None:
+    """Raise ConfigError if the run does not have the brokers that were asked for."""
+    if isinstance(choice, Server) and choice.shards not in (0, settings.shards):
         raise ConfigError(
-            f"--masters {choice.masters} was asked for, and this run has {settings.masters}: start its brokers with "
-            f"--shard 0/{choice.masters} to {choice.masters - 1}/{choice.masters}, or leave --masters out"
+            f"--shards {choice.shards} was asked for, and this run has {settings.shards}: start its brokers with "
+            f"--shard 0/{choice.shards} to {choice.shards - 1}/{choice.shards}, or leave --shards out"
         )
 
 
@@ -404,7 +404,7 @@ def open_gradients(
 
     model, version: of the run's parameters.  credentials: the broker's public key and this node's pair, None where
     there are none.
-    Raises ConfigError if the run does not have the masters that were asked for; what opening a communicator or a
+    Raises ConfigError if the run does not have the brokers that were asked for; what opening a communicator or a
     client of the parameter server raises.
     """
     credentials = credentials or (None, None)
@@ -446,7 +446,7 @@ def _open_allreduce(choice: Allreduce, node: Node | ShardedNode, credentials: Cr
 def _open_server(
     choice: Server, node: Node | ShardedNode, credentials: Credentials, model: ModelSpec, version: Version
 ) -> ServerExchange:
-    check_masters(choice, node.settings)
+    check_shards(choice, node.settings)
 
     staleness = consistency_from_spec(choice.consistency).staleness
     meetings = 0 if staleness is None else staleness + 2

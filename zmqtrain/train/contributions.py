@@ -19,16 +19,16 @@ SCORES_KEPT, MOST_SCORES = 256, 4096
 
 
 class _Offered(NamedTuple):
-    """An offer in flight: the step at which it was made, its master, and the work that it stands for."""
+    """An offer in flight: the step at which it was made, its broker, and the work that it stands for."""
 
     step: int
-    master: int
+    shard: int
     samples: int
     steps: int
 
 
 class _Unsent:
-    """The samples, the steps and their scores that no offer to one master, in flight or landed, stands for."""
+    """The samples, the steps and their scores that no offer to one broker, in flight or landed, stands for."""
 
     def __init__(self, plain: Sequence[Any] = (0, 0, (), ())) -> None:
         self.samples, self.steps = plain[0], plain[1]
@@ -43,25 +43,25 @@ class ContributionTracker:
     """The samples, steps and scores of one node's loop, until the offers that stand for them have landed.
 
     Each piece of work stands in one offer in flight, or is unsent; that of a withdrawn offer is unsent again. Each
-    master has its own offers.
-    step: boundaries so far.  samples: so far.  offers, refused: of several masters each counts.  applied: updates.
+    broker has its own offers.
+    step: boundaries so far.  samples: so far.  offers, refused: of several brokers each counts.  applied: updates.
     ages: in steps, from offer to application, of the newest that landed.
     """
 
-    def __init__(self, masters: int) -> None:
+    def __init__(self, shards: int) -> None:
         self.step = self.samples = 0
         self.offers = self.refused = self.applied = 0
         self.ages: list[int] = []
-        self._unsent = [_Unsent() for _ in range(masters)]
+        self._unsent = [_Unsent() for _ in range(shards)]
         self._offered: dict[int, _Offered] = {}
 
     @property
-    def masters(self) -> int:
-        """How many masters there are."""
+    def shards(self) -> int:
+        """How many brokers there are."""
         return len(self._unsent)
 
     def made_steps(self, steps: int, samples: int) -> None:
-        """Record steps; the change that they made is pending at each master."""
+        """Record steps; the change that they made is pending at each broker."""
         self.step += steps
         self.samples += samples
         for unsent in self._unsent:
@@ -84,18 +84,18 @@ class ContributionTracker:
         for sequence, offered in self._offered.items():
             self._offered[sequence] = offered._replace(samples=0, steps=0)
 
-    def unsent(self, master: int) -> Counts:
-        """Return the work that the next offer to a master stands for."""
-        unsent = self._unsent[master]
+    def unsent(self, shard: int) -> Counts:
+        """Return the work that the next offer to a broker stands for."""
+        unsent = self._unsent[shard]
         unsent.last_scores = tuple(unsent.scores) or unsent.last_scores  # a draining node makes no steps
         return Counts(unsent.samples, unsent.steps, unsent.last_scores)
 
-    def offered(self, sequence: int | None, master: int) -> None:
-        """Record that the work unsent to a master went as this offer; None: it was refused, and stays unsent."""
-        unsent = self._unsent[master]
+    def offered(self, sequence: int | None, shard: int) -> None:
+        """Record that the work unsent to a broker went as this offer; None: it was refused, and stays unsent."""
+        unsent = self._unsent[shard]
         if sequence is not None:
             self.offers += 1
-            self._offered[sequence] = _Offered(self.step, master, unsent.samples, unsent.steps)
+            self._offered[sequence] = _Offered(self.step, shard, unsent.samples, unsent.steps)
             unsent.samples = unsent.steps = 0
             unsent.scores.clear()
         del unsent.scores[:-SCORES_KEPT]
@@ -104,7 +104,7 @@ class ContributionTracker:
         """Make the work of withdrawn offers unsent again. in_flight: the offers that are not withdrawn."""
         for sequence in self._offered.keys() - set(in_flight):
             withdrawn = self._offered.pop(sequence)
-            unsent = self._unsent[withdrawn.master]
+            unsent = self._unsent[withdrawn.shard]
             unsent.samples, unsent.steps = unsent.samples + withdrawn.samples, unsent.steps + withdrawn.steps
 
     def landed(self, sequences: Iterable[int]) -> None:
@@ -123,10 +123,10 @@ class ContributionTracker:
         """Return whether an update in which these offers landed may be applied: `delay` steps after each."""
         return all(self.is_old(sequence, delay) for sequence in landed if sequence in self._offered)
 
-    def master_of(self, sequence: int) -> int | None:
-        """Return the master to which an offer went; None for an unknown one."""
+    def shard_of(self, sequence: int) -> int | None:
+        """Return the broker to which an offer went; None for an unknown one."""
         offered = self._offered.get(sequence)
-        return None if offered is None else offered.master
+        return None if offered is None else offered.shard
 
     def to_plain(self) -> dict[str, Any]:
         """Return all of it as JSON can hold it; waits for scores that a device still computes."""
@@ -196,7 +196,7 @@ class SyncSchedule:
 
 
 class Drain:
-    """What is pending of one master's fragments at the end: one after the other is sent uncompressed until it has
+    """What is pending of one broker's fragments at the end: one after the other is sent uncompressed until it has
     landed; one that is refused or lost is sent again.
 
     fragments: that are to land.
@@ -205,7 +205,7 @@ class Drain:
     def __init__(self, fragments: Iterable[int], now: float) -> None:
         self._fragments = deque(fragments)
         self._sequence: int | None = None  # of the offer that holds the first of them
-        self._tried_at = now  # when that was taken, or its master last reachable
+        self._tried_at = now  # when that was taken, or its broker last reachable
 
     @property
     def left(self) -> bool:
@@ -226,7 +226,7 @@ class Drain:
             self._tried_at = now
 
     def reached(self, now: float) -> None:
-        """Record that the master of an offer in flight is reachable."""
+        """Record that the broker of an offer in flight is reachable."""
         self._tried_at = now
 
     def gives_up(self, now: float, lost_seconds: float) -> bool:

@@ -46,7 +46,7 @@ HELD_KEPT = 15
 
 @dataclass(frozen=True)
 class SyncStatistics:
-    """Running figures of one node. offers, offers_refused: of several masters each counts; age_steps: median, offer to
+    """Running figures of one node. offers, offers_refused: of several brokers each counts; age_steps: median, offer to
     application; held_seconds: of the training thread."""
 
     steps: int
@@ -137,7 +137,7 @@ class DelayedSync:
             self._first_step = FirstStep(leaves)
         update = exchange.join(model, _to_host(leaves), score=score, optimizer_state=optimizer_state)
         self._model, elastic, self._judge = model, self.settings.elastic, judge
-        self._each = exchange.layout.fragments // self.settings.masters  # fragments of one master
+        self._each = exchange.layout.fragments // self.settings.shards  # fragments of one broker
         self._moves = moves_of(exchange.layout, model, leaves, donate=donate, elastic=elastic, anchor=anchor)
         population = exchange.population
         while update is not None and update.version < 0 and self.settings.initial == "mean" and population is not None:
@@ -148,7 +148,7 @@ class DelayedSync:
         self._adopted = update is not None and not update.keep
         self._adoption = Adoption(update.optimizer_state) if update is not None and self._adopted else None
         self._moves.warm_up(leaves, self._anchor)
-        self._tracker, self._schedule = ContributionTracker(self.settings.masters), SyncSchedule(exchange)
+        self._tracker, self._schedule = ContributionTracker(self.settings.shards), SyncSchedule(exchange)
         self._held_seconds = self._held_before = 0.0
         self._held: deque[float] = deque(maxlen=HELD_KEPT)  # of the newest exchanges
         self._score_before: Any = None
@@ -331,9 +331,9 @@ class DelayedSync:
         # a node without a step has nothing to drain, unless its parameters have moved otherwise, or were its own from
         # the beginning; an empty round would only advance the outer momentum
         begun = self.exchange.state().founded and (self.steps or moved or self._own is not None)
-        each, masters = self._each if begun else 0, range(self.settings.masters)
-        leaves = self._drain(leaves, [range(each * master, each * (master + 1)) for master in masters], until)
-        while not all([self.exchange.everyone_drained(m) for m in masters]) and self._clock.monotonic() < until:
+        each, shards = self._each if begun else 0, range(self.settings.shards)
+        leaves = self._drain(leaves, [range(each * shard, each * (shard + 1)) for shard in shards], until)
+        while not all([self.exchange.everyone_drained(m) for m in shards]) and self._clock.monotonic() < until:
             self._clock.sleep(LANDING_LOOK_SECONDS)
             leaves = self._take_all(leaves, set())
         leaves = self._take_all(leaves, set())
@@ -430,19 +430,19 @@ class DelayedSync:
         return leaves
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
-        """Offer one fragment to each master, or all of them to the only one."""
+        """Offer one fragment to each broker, or all of them to the only one."""
         fragments = self.exchange.next_fragments()
         taken = sum(self._offer_fragment(leaves, fragment) is not None for fragment in fragments)
-        self._tracker.refused += (self._each if self.settings.carries_all else self._tracker.masters) - taken
+        self._tracker.refused += (self._each if self.settings.carries_all else self._tracker.shards) - taken
         return self._apply_due(leaves) if taken and self._schedule.delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
         self._tracker.take_back(self.exchange.state().in_flight)
         self._anchor = self._moves.settle(leaves, self._anchor)
         segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
-        master = fragment // self._each
-        sequence = self.exchange.offer(fragment, segments, self._tracker.unsent(master), dense=dense)
-        self._tracker.offered(sequence, master)
+        shard = fragment // self._each
+        sequence = self.exchange.offer(fragment, segments, self._tracker.unsent(shard), dense=dense)
+        self._tracker.offered(sequence, shard)
         return sequence
 
     def _apply_due(self, leaves: list[Any]) -> list[Any]:
@@ -468,7 +468,7 @@ class DelayedSync:
     def _is_awaited(self, sequence: int, strict: bool) -> bool:
         if not self._tracker.is_old(sequence, self._schedule.delay):
             return False
-        return strict or self._tracker.master_of(sequence) not in self.exchange.state().unreachable
+        return strict or self._tracker.shard_of(sequence) not in self.exchange.state().unreachable
 
     def _is_due(self, update: Update) -> bool:
         return self._tracker.is_due(update.landed, self._schedule.delay)
@@ -528,26 +528,26 @@ class DelayedSync:
         return statistics.fmean(scores) if all(map(math.isfinite, scores)) else math.inf
 
     def _drain(self, leaves: list[Any], fragments: Sequence[Iterable[int]], until: float) -> list[Any]:
-        """Wait for the offers in flight to each master, then send what is pending of its fragments, uncompressed.
+        """Wait for the offers in flight to each broker, then send what is pending of its fragments, uncompressed.
 
-        All masters at once: a round may wait for all nodes, so a node that waited for one master would hold up another.
+        All brokers at once: a round may wait for all nodes, so a node that waited for one broker would hold up another.
         """
         left, landed = {n: Drain(one, self._clock.monotonic()) for n, one in enumerate(fragments)}, set[int]()
         while left:
             leaves = self._take_all(leaves, landed)
             now, state = self._clock.monotonic(), self.exchange.state()
-            in_flight = {self._tracker.master_of(sequence) for sequence in state.in_flight}
-            for master, drain in list(left.items()):
-                if master not in in_flight:
+            in_flight = {self._tracker.shard_of(sequence) for sequence in state.in_flight}
+            for shard, drain in list(left.items()):
+                if shard not in in_flight:
                     if (fragment := drain.next_fragment(landed)) is not None:
                         drain.offered(self._offer_fragment(leaves, fragment, dense=True), now)
-                elif master not in state.unreachable:
+                elif shard not in state.unreachable:
                     drain.reached(now)
-                if not (drain.left or master in in_flight):
-                    self.exchange.everyone_drained(master)
-                    del left[master]
+                if not (drain.left or shard in in_flight):
+                    self.exchange.everyone_drained(shard)
+                    del left[shard]
                 elif now >= until or drain.gives_up(now, self.settings.lost_seconds):
-                    del left[master]
+                    del left[shard]
             if left:
                 self._clock.sleep(min(LANDING_LOOK_SECONDS, max(0.0, until - now)))
         return leaves

@@ -52,23 +52,23 @@ class Allreduce:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Every layer has a master, which steps it by the gradients that come, and answers with new weights.
+    """Every layer has a broker, which steps it by the gradients that come, and answers with new weights.
 
     consistency: "bsp" (by the mean of all nodes' gradients), "async" (by each as it comes), "bounded:s=3".
-    masters: of how many the run must be; 0: of as many as it is.  workers: with how many nodes it begins; 0: the run's
+    brokers: of how many the run must be; 0: of as many as it is.  workers: with how many nodes it begins; 0: the run's
     start_nodes.  bucket_bytes: as in `GradientLoop`.  timeout_seconds: how long an answer may take.  optimizer: the
-    masters'.  Raises ConfigError.
+    brokers'.  Raises ConfigError.
     """
 
     consistency: str = "bsp"
-    masters: int = 0
+    shards: int = 0
     workers: int = 0
     bucket_bytes: int = BUCKET_BYTES
     timeout_seconds: float = 600.0
     optimizer: str = "adam"
 
     def __post_init__(self) -> None:
-        _check(self.bucket_bytes, self.timeout_seconds, masters=self.masters, workers=self.workers)
+        _check(self.bucket_bytes, self.timeout_seconds, shards=self.shards, workers=self.workers)
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ _ALLREDUCE: dict[str, tuple[str, _Reader]] = {
 }
 _SERVER: dict[str, tuple[str, _Reader]] = {
     "consistency": ("consistency", str),
-    "masters": ("masters", _whole),
+    "shards": ("shards", _whole),
     "workers": ("workers", _whole),
     "bucket": ("bucket_bytes", _bytes),
     "timeout": ("timeout_seconds", _seconds),
@@ -122,7 +122,7 @@ def synchronous_from_spec(text: str) -> Synchronous | None:
     """Return the choice that a text names, None for "hub": nodes publish to the broker, and none waits for another.
 
     "allreduce:algorithm=auto,size=0,overlap=none,bucket=8388608B,check=0,timeout=600,codec=", or
-    "server:consistency=bsp,masters=0,workers=0,bucket=8388608B,timeout=600,optimizer=adam"; what is left out takes the
+    "server:consistency=bsp,shards=0,workers=0,bucket=8388608B,timeout=600,optimizer=adam"; what is left out takes the
     value shown.  Raises ConfigError: an unknown name or argument (with the choices), a value that cannot be.
     """
     name, colon, rest = text.partition(":")

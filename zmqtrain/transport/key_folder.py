@@ -40,7 +40,7 @@ from zmqtrain.transport.zmq_keys import (
 logger = logging.getLogger(__name__)
 
 HUB = "hub"
-"""The name of the hub's own pair, with which other masters of its run come in."""
+"""The name of the hub's own pair, with which other brokers of its run come in."""
 
 Stamp = tuple[tuple[str, int, int, int], ...]
 
@@ -86,7 +86,7 @@ class KeyFolder:
             return CurveKeys.load(secret)
         if not make:
             raise ConfigError(
-                f"there is no {secret}: all masters of a run, and its standby, have the same keys; "
+                f"there is no {secret}: all brokers of a run, and its standby, have the same keys; "
                 "copy the folder of the first here"
             )
         self._make_folders()

@@ -1,7 +1,7 @@
-"""Asynchronous training: masters hold the parameters, and no worker waits for another.
+"""Asynchronous training: brokers hold the parameters, and no worker waits for another.
 
-The arrays are dealt to the masters. A worker sends each gradient to the array's master as soon as it has computed it,
-the last layer first; the master takes a step with it and answers with the new values at once. Between a worker's
+The arrays are dealt to the brokers. A worker sends each gradient to the array's broker as soon as it has computed it,
+the last layer first; the broker takes a step with it and answers with the new values at once. Between a worker's
 look at the parameters and the step with its gradient the others have taken theirs, about one each: its gradient is of
 parameters that are `workers - 1` steps old. So:
 

@@ -1,10 +1,10 @@
 """Run the whole exercise on this PC, and write a table and two plots: how long it takes, and how well it learns.
 
     python run.py --data FOLDER            # MNIST: a network of 784-30-10; without --data the digits of scikit-learn
-    python run.py --workers 1 2 --masters 2 --epochs 2
+    python run.py --workers 1 2 --shards 2 --epochs 2
 
 Each line of the table is a way to train, each column a number of workers. All processes are real, and talk over real
-sockets: a broker where they meet, and for asynchronous training one more for each further master.
+sockets: a broker where they meet, and for asynchronous training one more for each further broker.
 """
 
 import argparse
@@ -51,27 +51,27 @@ def main():
 
 
 def ways(options):
-    """Return the ways to train: a name, the worker's method, and how many masters."""
-    found = [{"name": name, "method": method, "masters": 0} for method, name in SYNCHRONOUS.items()]
-    asynchronous = [(masters, "") for masters in options.masters]
-    if options.naive and options.masters:
-        asynchronous.append((max(options.masters), ", naive"))
-    for masters, naive in asynchronous:
-        name = f"asynchronous, {masters} master{'s' * (masters > 1)}{naive}"
-        found.append({"name": name, "method": "async", "masters": masters, "naive": bool(naive)})
+    """Return the ways to train: a name, the worker's method, and how many brokers."""
+    found = [{"name": name, "method": method, "shards": 0} for method, name in SYNCHRONOUS.items()]
+    asynchronous = [(shards, "") for shards in options.shards]
+    if options.naive and options.shards:
+        asynchronous.append((max(options.shards), ", naive"))
+    for shards, naive in asynchronous:
+        name = f"asynchronous, {shards} broker{'s' * (shards > 1)}{naive}"
+        found.append({"name": name, "method": "async", "shards": shards, "naive": bool(naive)})
     return found
 
 
 def run(way, workers, options):
     """Start the processes of one run; return what worker 0 printed."""
     with ExitStack() as stack:
-        addresses = [stack.enter_context(broker()) for _ in range(max(1, way["masters"]))]
+        addresses = [stack.enter_context(broker()) for _ in range(max(1, way["shards"]))]
         command = [sys.executable, str(HERE / "worker.py"), way["method"], "--hub", addresses[0]]
         command += ["--workers", str(workers), "--data", options.data]
         command += ["--batch", str(options.batch), "--epochs", str(options.epochs), "--rate", str(options.rate)]
         command += ["--limit", str(options.limit)] if options.limit else []
         command += ["--naive"] if way.get("naive") else []
-        command += ["--masters", *addresses] if way["masters"] else []
+        command += ["--shards", *addresses] if way["shards"] else []
         processes = [stack.enter_context(process([*command, "--rank", str(rank)])) for rank in range(workers)]
         try:
             printed = [each.communicate(timeout=options.timeout) for each in processes]
@@ -165,7 +165,7 @@ def parse():
     parser = argparse.ArgumentParser(description="The course's exercise: train by every method, and compare.")
     parser.add_argument("--data", default="", help="a folder in the format of MNIST; without, scikit-learn's digits")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--masters", type=int, nargs="*", default=[1, 2, 4], help="of asynchronous training")
+    parser.add_argument("--shards", type=int, nargs="*", default=[1, 2, 4], help="of asynchronous training")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rate", type=float, default=2.0)
@@ -174,8 +174,8 @@ def parse():
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one run may take")
     parser.add_argument("--output", type=Path, default=Path("runs/course"))
     options = parser.parse_args()
-    if min(options.workers + options.masters, default=1) < 1:
-        parser.error("--workers and --masters are numbers from 1 on")
+    if min(options.workers + options.shards, default=1) < 1:
+        parser.error("--workers and --shards are numbers from 1 on")
     return options
 
 

@@ -48,9 +48,9 @@ def timed(comm, train):
 
 
 def connect(options):
-    """Return the way to the masters, which take a plain step of gradient descent with every gradient as it comes."""
+    """Return the way to the brokers, which take a plain step of gradient descent with every gradient as it comes."""
     return zt.ParameterClient.connect(
-        options.masters or options.hub,
+        options.shards or options.hub,
         name=f"worker {options.rank}",
         keys=options.keys,
         consistency="async",
@@ -65,7 +65,7 @@ def parse():
     parser.add_argument("--hub", required=True, help="where the workers meet")
     parser.add_argument("--workers", type=int, required=True, help="how many there are")
     parser.add_argument("--rank", type=int, required=True, help="which one this is, from 0")
-    parser.add_argument("--masters", nargs="*", default=[], help="the masters' addresses (async); without: the hub")
+    parser.add_argument("--shards", nargs="*", default=[], help="the brokers' addresses (async); without: the hub")
     parser.add_argument("--keys", help="this PC's key file (NAME.key_secret), where the brokers have keys")
     parser.add_argument("--data", default="", help="a folder in the format of MNIST; without, scikit-learn's digits")
     parser.add_argument("--batch", type=int, default=32)

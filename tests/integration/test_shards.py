@@ -1,4 +1,4 @@
-"""Runs of several masters over real sockets: one address to join, masters and founders that die, and wrong use."""
+"""Runs of several brokers over real sockets: one address to join, brokers and founders that die, and wrong use."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from safetensors.numpy import load_file
 
 from zmqtrain.broker.checkpoint import merge_parts
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.broker.standby import MasterPlace
+from zmqtrain.broker.standby import ShardPlace
 from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.connect import connect
 from zmqtrain.node.node import Node
 
-QUICK = {"every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 0.5, "masters": 2}
+QUICK = {"every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 0.5, "shards": 2}
 CALM = QUICK | {"lost_seconds": 10.0}
 """Where nobody is to be lost who stands still for a moment; of who is killed the connection is gone at once."""
 
 
-def place_of(first, shard, masters, **facts):
-    return MasterPlace(shard=shard, masters=masters, first=first, wait_seconds=20.0, **facts)
+def place_of(first, shard, shards, **facts):
+    return ShardPlace(shard=shard, shards=shards, first=first, wait_seconds=20.0, **facts)
 
 
-def other(first, shard, masters, bind="tcp://127.0.0.1:0", **options):
-    """Another master than the first, in a thread."""
-    return BrokerThread(bind, None, place=place_of(first, shard, masters), **options)
+def other(first, shard, shards, bind="tcp://127.0.0.1:0", **options):
+    """Another broker than the first, in a thread."""
+    return BrokerThread(bind, None, place=place_of(first, shard, shards), **options)
 
 
 @contextlib.contextmanager
 def run_of(settings, folder=None):
-    """All masters of a run, each a thread; gives the brokers, the first first."""
+    """All brokers of a run, each a thread; gives the brokers, the first first."""
     with contextlib.ExitStack() as stack:
         brokers = [stack.enter_context(broker(settings, checkpoint=folder and folder / "0"))]
-        for shard in range(1, settings.masters):
+        for shard in range(1, settings.shards):
             kept = {"checkpoint": folder and folder / str(shard)}
-            brokers.append(stack.enter_context(other(brokers[0].address, shard, settings.masters, **kept)))
+            brokers.append(stack.enter_context(other(brokers[0].address, shard, settings.shards, **kept)))
         yield brokers
 
 
@@ -62,7 +62,7 @@ def version_at(trainer, shard):
 
 
 def all_applied(trainer, shard):
-    """Wait until all is applied that has come from a master which is gone."""
+    """Wait until all is applied that has come from a broker which is gone."""
     line = trainer.node._lines[shard]
     jobs_are_done(line)  # all that has come is in the inbox: of much, more is decoded each time that some is applied
     trainer.wait_until(lambda: not line.inbox._arrived)
@@ -80,26 +80,26 @@ def jobs_are_done(line):
 
 
 class Places:
-    """What the first says of where the master of shard 1 is, each time that it changes: a broker's `watch`."""
+    """What the first says of where the broker of shard 1 is, each time that it changes: a broker's `watch`."""
 
     def __init__(self):
         self.changed, self.said = threading.Condition(), [""]
 
     def __call__(self, roster):
         with self.changed:
-            if roster.masters[1] != self.said[-1]:
-                self.said.append(roster.masters[1])
+            if roster.shards[1] != self.said[-1]:
+                self.said.append(roster.shards[1])
                 self.changed.notify_all()
 
     def wait_until_free(self, times):
-        """Wait until a master has come and gone for so many times."""
+        """Wait until a broker has come and gone for so many times."""
         with self.changed:
             free = self.changed.wait_for(lambda: not self.said[-1] and self.said.count("") > times, 60.0)
         assert free, self.said
 
 
-def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_address(tmp_path):
-    settings = RunSettings(every=4, delay=2, units=60, masters=2, fragments=2, lost_seconds=10.0)
+def test_nodes_of_two_shards_learn_one_model_and_a_late_one_joins_by_the_one_address(tmp_path):
+    settings = RunSettings(every=4, delay=2, units=60, shards=2, fragments=2, lost_seconds=10.0)
     with run_of(settings, tmp_path) as (first, second):
         joined = threading.Event()
 
@@ -121,7 +121,7 @@ def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_ad
             np.testing.assert_allclose(one[name], params[0][name], atol=1e-6)
     held_out = next(batches(10**6))
     assert loss(params[0], held_out) < loss(parameters(), held_out) / 2
-    assert not np.any(trainers[2].began_with["wide"])  # the run's, of both masters; its own were ones
+    assert not np.any(trainers[2].began_with["wide"])  # the run's, of both brokers; its own were ones
     for one in (first, second):
         assert one.broker.statistics().contributions > 3 and one.broker.statistics().refused == 0
     merge_parts([tmp_path / "1", tmp_path / "0"], tmp_path / "model.safetensors")
@@ -130,9 +130,9 @@ def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_ad
         np.testing.assert_allclose(model[name], params[0][name], atol=1e-6)
 
 
-def strict(masters, fragments, **settings):
+def strict(shards, fragments, **settings):
     run = RunSettings(
-        mode="strict", release="all", every=4, delay=2, fragments=fragments, start_nodes=3, units=12, masters=masters,
+        mode="strict", release="all", every=4, delay=2, fragments=fragments, start_nodes=3, units=12, shards=shards,
         initial="founder", lost_seconds=10.0, **settings,
     )  # fmt: skip
     with run_of(run) as (first, *_):
@@ -141,17 +141,17 @@ def strict(masters, fragments, **settings):
 
 
 @pytest.mark.parametrize("codec", ["float32", "ternary"])
-def test_strict_runs_of_one_and_of_several_masters_end_with_the_same_bits(codec):
-    one, two = (strict(masters, 1, codec=codec, broadcast_codec=codec) for masters in (1, 2))
+def test_strict_runs_of_one_and_of_several_shards_end_with_the_same_bits(codec):
+    one, two = (strict(shards, 1, codec=codec, broadcast_codec=codec) for shards in (1, 2))
     for mine, theirs in zip(one, two, strict=True):
         for name in mine:
             assert mine[name].tobytes() == theirs[name].tobytes(), name
 
 
 @pytest.mark.parametrize("release", ["all", "bounded:staleness=1"])
-def test_under_rules_that_wait_a_run_of_several_masters_comes_to_its_end(release):
+def test_under_rules_that_wait_a_run_of_several_shards_comes_to_its_end(release):
     settings = RunSettings(
-        every=4, delay=2, units=13, masters=3, release=release, start_nodes=3, initial="founder", lost_seconds=10.0
+        every=4, delay=2, units=13, shards=3, release=release, start_nodes=3, initial="founder", lost_seconds=10.0
     )
     with run_of(settings) as (first, *_):
         trainers = [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2", "pc-3")]
@@ -161,7 +161,7 @@ def test_under_rules_that_wait_a_run_of_several_masters_comes_to_its_end(release
             np.testing.assert_allclose(one[name], params[0][name], atol=1e-6)
 
 
-def test_a_master_that_is_killed_costs_its_shard_and_federates_again(tmp_path, caplog):
+def test_a_shard_that_is_killed_costs_its_shard_and_federates_again(tmp_path, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     with broker(RunSettings(**CALM)) as first, contextlib.ExitStack() as stack:
         place = place_of(first.address, 1, 2)
@@ -190,7 +190,7 @@ def test_a_master_that_is_killed_costs_its_shard_and_federates_again(tmp_path, c
     assert "Training goes on alone" in caplog.text and "federates again" in caplog.text
 
 
-def test_a_master_that_comes_back_at_another_address_is_found_there(tmp_path, caplog):
+def test_a_shard_that_comes_back_at_another_address_is_found_there(tmp_path, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(broker(RunSettings(**CALM)))
@@ -201,7 +201,7 @@ def test_a_master_that_comes_back_at_another_address_is_found_there(tmp_path, ca
         second.kill()
         trainer.wait_until(lambda: trainer.node.state().unreachable == (1,))
         trainer.wait_until(
-            lambda: (roster := trainer.node.roster) is not None and roster.masters == ("", "")
+            lambda: (roster := trainer.node.roster) is not None and roster.shards == ("", "")
         )  # the first has forgotten it too
         back = stack.enter_context(BrokerProcess(None, tmp_path, place=place))
         assert back.address != second.address
@@ -213,16 +213,16 @@ def test_a_master_that_comes_back_at_another_address_is_found_there(tmp_path, ca
     assert f"looks for the hub, which was at {second.address}, at {back.address}" in caplog.text
 
 
-def test_nodes_wait_for_the_masters_that_are_missing_and_say_which(caplog):
+def test_nodes_wait_for_the_shards_that_are_missing_and_say_which(caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     seen = threading.Event()
     with broker(RunSettings(**CALM), watch=lambda roster: seen.set() if roster.members else None) as first:
         trainer = Trainer(first.address, "pc-1", params=wide())
         assert seen.wait(60.0)
         with connect(first.address, "look", observer=True) as look:
-            assert look.masters == ("", "")
+            assert look.shards == ("", "")
         trainer.wait_until(lambda: trainer.node is not None)
-        assert trainer.steps == 0 and trainer.node.waiting_for == "the master of shard 1 of 2"
+        assert trainer.steps == 0 and trainer.node.waiting_for == "the broker of shard 1 of 2"
         with other(first.address, 1, 2):
             trainer.wait_until(lambda: shared(trainer))
             trainer.stop.set()
@@ -258,28 +258,28 @@ def test_a_founder_that_dies_half_way_is_succeeded_by_the_next(monkeypatch):
         np.testing.assert_allclose(one["wide"], 2.0, atol=1e-5)
 
 
-def test_a_shard_has_one_master_and_who_comes_second_is_told_where_it_is():
+def test_a_shard_has_one_shard_and_who_comes_second_is_told_where_it_is():
     with run_of(RunSettings(**CALM)) as (first, second):
-        with pytest.raises(JoinRefused, match=rf"shard 1/2 has a master already, at {second.address}: stop that one"):
+        with pytest.raises(JoinRefused, match=rf"shard 1/2 has a broker already, at {second.address}: stop that one"):
             other(first.address, 1, 2)
         with connect(first.address, "look", observer=True) as look:
-            assert look.masters == ("", second.address)
+            assert look.shards == ("", second.address)
     assert first.failure is None and second.failure is None
 
 
-def test_what_is_no_place_among_the_masters_is_refused_with_what_to_say_instead():
+def test_what_is_no_place_among_the_shards_is_refused_with_what_to_say_instead():
     with run_of(RunSettings(**CALM)) as (first, second):
         with pytest.raises(JoinRefused, match=r"shard 2/2: the first has shard 0, the others have 1 to 1"):
             other(first.address, 2, 2)
         with pytest.raises(JoinRefused, match=rf"has shard 1: register with the first, at {first.address}"):
             other(second.address, 1, 2)
-        with pytest.raises(ConfigError, match=rf"has shard 1 of 2 .* join at the first master, {first.address}"):
+        with pytest.raises(ConfigError, match=rf"has shard 1 of 2 .* join at the first broker, {first.address}"):
             connect(second.address, "pc-1")
     with broker(RunSettings()) as alone, pytest.raises(JoinRefused, match="this broker has the whole model"):
         other(alone.address, 1, 2)
 
 
-def test_a_node_of_several_masters_is_not_recorded_and_keeps_no_share_of_its_link_free(tmp_path):
+def test_a_node_of_several_shards_is_not_recorded_and_keeps_no_share_of_its_link_free(tmp_path):
     with run_of(RunSettings(**QUICK)) as (first, _):
         recorder = NodeRecorder(tmp_path / "record", {})
         with pytest.raises(ConfigError, match="leave --record out"):
@@ -289,9 +289,9 @@ def test_a_node_of_several_masters_is_not_recorded_and_keeps_no_share_of_its_lin
             connect(first.address, "pc-1", share=0.5)
 
 
-def test_a_place_of_another_number_of_masters_is_refused():
+def test_a_place_of_another_number_of_shards_is_refused():
     with (
-        broker(RunSettings(**QUICK | {"masters": 3})) as first,
+        broker(RunSettings(**QUICK | {"shards": 3})) as first,
         pytest.raises(ConfigError, match="--shard 1/3, not /2"),
     ):
         other(first.address, 1, 2)
@@ -301,15 +301,15 @@ def test_a_first_that_does_not_answer_is_an_error_that_says_what_to_start():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    place = MasterPlace(shard=1, masters=4, first=address, wait_seconds=0.2)
+    place = ShardPlace(shard=1, shards=4, first=address, wait_seconds=0.2)
     with pytest.raises(HubUnreachable, match="zmqtrain-broker --shard 0/4"):
         BrokerThread("tcp://127.0.0.1:0", None, place=place)
 
 
-def test_a_model_of_fewer_blocks_than_all_masters_have_fragments_is_refused_at_the_node():
+def test_a_model_of_fewer_blocks_than_all_shards_have_fragments_is_refused_at_the_node():
     with run_of(RunSettings(**QUICK | {"fragments": 2})) as (first, _):
         trainer = Trainer(first.address, "pc-1")  # two leaves of a block each
-        with pytest.raises(ConfigError, match="fragments must be 1 to 1, and masters at most 2"):
+        with pytest.raises(ConfigError, match="fragments must be 1 to 1, and shards at most 2"):
             trainer.join()
 
 
@@ -329,12 +329,12 @@ def test_a_checkpoint_of_another_shard_is_not_resumed(tmp_path):
             assert second.broker.hub.run == first.broker.hub.run and second.broker.hub.version > 0
     with (
         broker(RunSettings(**QUICK)) as first,
-        pytest.raises(ConfigError, match=r"is of run-\w+, the first master runs run-"),
+        pytest.raises(ConfigError, match=r"is of run-\w+, the first broker runs run-"),
     ):
         other(first.address, 1, 2, checkpoint=tmp_path / "1")
 
 
-def test_a_master_serves_on_while_the_first_is_away_and_registers_again(tmp_path, caplog):
+def test_a_shard_serves_on_while_the_first_is_away_and_registers_again(tmp_path, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     settings = RunSettings(**CALM)
     with contextlib.ExitStack() as stack:
@@ -356,7 +356,7 @@ def test_a_master_serves_on_while_the_first_is_away_and_registers_again(tmp_path
     assert "Its shard is served on" in caplog.text
 
 
-def test_training_goes_on_without_a_break_when_one_of_the_masters_stops():
+def test_training_goes_on_without_a_break_when_one_of_the_shards_stops():
     with broker(RunSettings(**QUICK)) as first:
         with other(first.address, 1, 2):
             trainer = Trainer(first.address, "pc-1", params=wide())
@@ -367,7 +367,7 @@ def test_training_goes_on_without_a_break_when_one_of_the_masters_stops():
         trainer.join()
 
 
-def test_a_master_that_comes_back_without_its_checkpoint_to_a_run_that_has_begun_is_refused():
+def test_a_shard_that_comes_back_without_its_checkpoint_to_a_run_that_has_begun_is_refused():
     places = Places()
     with broker(RunSettings(**QUICK), watch=places) as first:
         with other(first.address, 1, 2):
@@ -384,6 +384,6 @@ def test_a_registration_that_ends_frees_its_shard():
     places = Places()
     with broker(RunSettings(**CALM), watch=places) as first:
         for times in (1, 2):
-            with other(first.address, 1, 2) as master:
-                assert master.broker.hub.shard == 1
+            with other(first.address, 1, 2) as hub:
+                assert hub.broker.hub.shard == 1
             places.wait_until_free(times)

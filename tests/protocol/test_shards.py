@@ -1,4 +1,4 @@
-"""The first of several masters, and the others, as machines: who has which shard, and how a run is founded there."""
+"""The first of several brokers, and the others, as machines: who has which shard, and how a run is founded there."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FIRST = "tcp://first:5555"
 
 
 def hub_of(shard=0, release="immediately", **settings):
-    run = RunSettings(release=release, **{"masters": 3, "initial": "founder", "codec": "float32"} | settings)
+    run = RunSettings(release=release, **{"shards": 3, "initial": "founder", "codec": "float32"} | settings)
     return Hub(run, release_rule_from_spec(release), "run-1", shard=shard, first=FIRST if shard else "")
 
 
 def register(hub, peer="m1#1", shard=1, address="tcp://one:5556"):
-    return hub.receive(peer, Hello(peer, "master", shard=shard, address=address), 0.0)
+    return hub.receive(peer, Hello(peer, "broker", shard=shard, address=address), 0.0)
 
 
 def refusals(effects):
@@ -77,22 +77,22 @@ def contribute(hub, peer, sequence, base=0):
 # ---------------------------------------------------------------------- who has which shard
 
 
-def test_nodes_are_told_where_the_masters_are_as_they_come_and_go():
+def test_nodes_are_told_where_the_shards_are_as_they_come_and_go():
     hub = hub_of()
-    assert told(hub.receive("a#1", Hello("a"), 0.0), Welcome)[0].masters == ("", "", "")
+    assert told(hub.receive("a#1", Hello("a"), 0.0), Welcome)[0].shards == ("", "", "")
     (roster,) = told(register(hub), Roster)
-    assert roster.masters == ("", "tcp://one:5556", "") and roster.members[0]["name"] == "a" and hub.nodes == 1
+    assert roster.shards == ("", "tcp://one:5556", "") and roster.members[0]["name"] == "a" and hub.nodes == 1
     register(hub, "m2#1", 2, "tcp://two:5556")
-    assert told(hub.receive("b#1", Hello("b"), 0.0), Welcome)[0].masters == ("", "tcp://one:5556", "tcp://two:5556")
+    assert told(hub.receive("b#1", Hello("b"), 0.0), Welcome)[0].shards == ("", "tcp://one:5556", "tcp://two:5556")
     (roster,) = told(hub.receive("m1#1", Goodbye(), 1.0), Roster)
-    assert roster.masters == ("", "", "tcp://two:5556")
+    assert roster.shards == ("", "", "tcp://two:5556")
     effects = [effect for tick in range(1, 20) for effect in hub.tick(tick * LATE_SECONDS)]  # the other is silent
-    assert told(effects, Roster)[-1].masters == ("", "", "")
+    assert told(effects, Roster)[-1].shards == ("", "", "")
 
 
-def test_of_one_master_nothing_is_said():
-    hub = hub_of(masters=1)
-    assert told(hub.receive("a#1", Hello("a"), 0.0), Welcome)[0].masters == () and hub.roster(0.0).masters == ()
+def test_of_one_shard_nothing_is_said():
+    hub = hub_of(shards=1)
+    assert told(hub.receive("a#1", Hello("a"), 0.0), Welcome)[0].shards == () and hub.roster(0.0).shards == ()
     assert "whole model" in refusals(register(hub))[0][1] and "m1#1" not in hub.members
 
 
@@ -104,18 +104,18 @@ def test_a_shard_that_there_is_not_is_refused(shard):
 
 
 @pytest.mark.parametrize("address", ["", "somewhere", "tcp://*:5556", "tcp://one:0", "tcp://one:5556 ", "ipc://one"])
-def test_a_master_at_what_is_no_address_is_refused(address):
+def test_a_shard_at_what_is_no_address_is_refused(address):
     hub = hub_of()
     ((reason, text),) = refusals(register(hub, address=address))
     assert reason == "shard" and "--address tcp://HOST:PORT" in text and not hub.members
     assert not refusals(register(hub, address="tcp://[fe80::1%eth0]:5556"))
 
 
-def test_a_master_of_another_run_is_refused_and_tries_again():
-    hub, settings = hub_of(), RunSettings(masters=3).to_dict()
-    peer = Peer("m#1", "master 1/3", role=Claim(1, "tcp://one:5556"))
+def test_a_shard_of_another_run_is_refused_and_tries_again():
+    hub, settings = hub_of(), RunSettings(shards=3).to_dict()
+    peer = Peer("m#1", "broker 1/3", role=Claim(1, "tcp://one:5556"))
     peer.start(0.0)
-    peer.receive(Welcome("run-0", 4, settings, masters=("", "", "")), 0.0)
+    peer.receive(Welcome("run-0", 4, settings, shards=("", "", "")), 0.0)
     peer.receive(Goodbye(), 0.0)
     (send,) = [effect for effect in peer.tick(2.0) if isinstance(effect.message, Hello)]
     (refusal,) = hub.receive("m#1", send.message, 2.0)
@@ -123,48 +123,48 @@ def test_a_master_of_another_run_is_refused_and_tries_again():
     (lost,) = peer.receive(refusal.message, 2.0)
     assert lost.reason == "run" and peer.state is PeerState.CONNECTING
     assert peer.tick(6.0) == [] and [type(effect.message) for effect in peer.tick(7.0)] == [Hello]
-    assert not refusals(hub.receive("m#1", Hello("m", "master", "run-1", shard=1, address="tcp://one:5556"), 0.0))
+    assert not refusals(hub.receive("m#1", Hello("m", "broker", "run-1", shard=1, address="tcp://one:5556"), 0.0))
 
 
-def test_a_shard_has_one_master_but_one_at_the_same_address_succeeds():
+def test_a_shard_has_one_shard_but_one_at_the_same_address_succeeds():
     hub = hub_of()
     register(hub)
     ((_, text),) = refusals(register(hub, "m9#1", address="tcp://nine:5556"))
-    assert "has a master already, at tcp://one:5556" in text and "m9#1" not in hub.members
+    assert "has a broker already, at tcp://one:5556" in text and "m9#1" not in hub.members
     effects = register(hub, "m1#2")
-    assert not refusals(effects) and "m1#1" not in hub.members and hub.members["m1#2"].state is MemberState.MASTER
+    assert not refusals(effects) and "m1#1" not in hub.members and hub.members["m1#2"].state is MemberState.SHARD
     assert hub.shards.addresses == ("", "tcp://one:5556", "")
-    assert not refusals(register(hub, "m1#2")), "a master that says Hello again"
+    assert not refusals(register(hub, "m1#2")), "a broker that says Hello again"
 
 
-def test_another_master_sends_on_who_registers_with_it_and_says_which_it_is():
+def test_another_shard_sends_on_who_registers_with_it_and_says_which_it_is():
     hub = hub_of(1)
     assert f"register with the first, at {FIRST}" in refusals(register(hub))[0][1]
     (welcome,) = told(hub.receive("a#1", Hello("a"), 0.0), Welcome)
-    assert (welcome.shard, welcome.masters) == (1, (FIRST,))
+    assert (welcome.shard, welcome.shards) == (1, (FIRST,))
 
 
 def test_the_missing_are_named():
     assert name_missing(()) == "" and name_missing(("", "x", "y")) == ""
-    assert name_missing(("", "", "y")) == "the master of shard 1 of 3"
-    assert name_missing(("", "", "y", "", "")) == "the masters of shards 1, 3 and 4 of 5"
+    assert name_missing(("", "", "y")) == "the broker of shard 1 of 3"
+    assert name_missing(("", "", "y", "", "")) == "the brokers of shards 1, 3 and 4 of 5"
     assert ShardRegistry(2).claim("m#1", Claim(1, "tcp://x:1")) == ("", None)
 
 
 # ---------------------------------------------------------------------- how a run begins
 
 
-def test_the_first_numbers_its_questions_and_one_master_does_not():
+def test_the_first_numbers_its_questions_and_one_shard_does_not():
     hub = hub_of()
     (fetch,) = told(join(hub, "a#1"), Fetch)
     assert fetch.founding == 1
     join(hub, "b#1")
     (fetch,) = told(hub.receive("a#1", Goodbye(), 0.0), Fetch)
     assert fetch.founding == 2
-    assert told(join(hub_of(masters=1), "a#1"), Fetch) == [Fetch()]
+    assert told(join(hub_of(shards=1), "a#1"), Fetch) == [Fetch()]
 
 
-def test_another_master_asks_only_who_brings_the_firsts_number():
+def test_another_shard_asks_only_who_brings_the_firsts_number():
     hub = hub_of(1)
     assert join(hub, "late#1") == [] and hub.members["late#1"].state is MemberState.WAITING
     effects = join(hub, "a#1", founding=1)
@@ -216,7 +216,7 @@ def test_what_is_trained_is_not_founded_anew():
     assert hub.members["a#1"].state is MemberState.LIVE and hub.version == 1
 
 
-def test_a_restarted_master_knows_its_founding():
+def test_a_restarted_shard_knows_its_founding():
     hub, again = live_shard("a#1"), hub_of(1)
     again.restore(hub.state())
     assert hub.state()["shard"] == 1
@@ -232,7 +232,7 @@ def test_in_strict_mode_no_round_closes_before_all_are_there():
 
 
 @pytest.mark.parametrize("journal", [False, True])
-def test_in_strict_mode_a_restarted_master_that_had_begun_goes_on_with_fewer(journal):
+def test_in_strict_mode_a_restarted_shard_that_had_begun_goes_on_with_fewer(journal):
     strict = {"release": "all", "mode": "strict", "start_nodes": 2, "units": 4}
     hub, again = live_shard("a#1", **strict), hub_of(1, **strict)
     before = hub.state()
@@ -268,27 +268,27 @@ def test_the_end_of_a_shard_is_said_when_all_have_drained():
     assert [(end.finished, end.end_version) for end in ends] == [(True, 1), (True, 1)]
 
 
-def test_a_master_ends_with_the_run_and_waits_after_any_other_goodbye():
-    settings = RunSettings(masters=3).to_dict()
+def test_a_shard_ends_with_the_run_and_waits_after_any_other_goodbye():
+    settings = RunSettings(shards=3).to_dict()
     for reason, state in ((RUN_OVER, PeerState.CLOSED), ("the broker was stopped", PeerState.CONNECTING)):
-        peer = Peer("m#1", "master 1/3", role=Claim(1, "tcp://one:1"))
+        peer = Peer("m#1", "broker 1/3", role=Claim(1, "tcp://one:1"))
         (send,) = peer.start(0.0)
-        assert (send.message.role, send.message.shard, send.message.address) == ("master", 1, "tcp://one:1")
-        peer.receive(Welcome("run-1", 4, settings, masters=("", "", "")), 0.0)
+        assert (send.message.role, send.message.shard, send.message.address) == ("broker", 1, "tcp://one:1")
+        peer.receive(Welcome("run-1", 4, settings, shards=("", "", "")), 0.0)
         peer.receive(Goodbye(reason), 0.0)
         assert peer.state is state and peer.over == (reason == RUN_OVER)
 
 
 def test_a_node_says_the_firsts_number_to_the_others_and_not_to_the_first():
-    settings = RunSettings(masters=3).to_dict()
+    settings = RunSettings(shards=3).to_dict()
     for shard, said in ((0, 0), (2, 4)):
         peer = Peer("a#1", "a")
         peer.founding = 4
         peer.start(0.0)
-        peer.receive(Welcome("run-1", -1, settings, shard=shard, masters=("", "x", "y")), 0.0)
+        peer.receive(Welcome("run-1", -1, settings, shard=shard, shards=("", "x", "y")), 0.0)
         (send,) = peer.join((LeafSpec("w", (4,), "float32"),), 0.0)
         assert send.message.founding == said
     peer.receive(Fetch(founding=9), 0.0)
     assert peer.founding == 9
-    peer.receive(Roster(0, (), "", 0, 0, 0, 0, 0.0, {}, -1, masters=("", "x", "")), 0.0)
-    assert peer.masters == ("", "x", "")
+    peer.receive(Roster(0, (), "", 0, 0, 0, 0, 0.0, {}, -1, shards=("", "x", "")), 0.0)
+    assert peer.shards == ("", "x", "")

@@ -1,4 +1,4 @@
-"""A node of several masters, whose lines are the test: numbers, order, and the laws of the equation over all shards."""
+"""A node of several brokers, whose lines are the test: numbers, order, and the laws of the equation over all shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = {"a": (3, 4096), "b": (5,), "c": (4, 4100)}
 
 
 class Hub:
-    """One master as the lines see it: the plain mean, uncompressed. published: the anchors by version."""
+    """One broker as the lines see it: the plain mean, uncompressed. published: the anchors by version."""
 
     def __init__(self, settings, shard):
         self.settings, self.shard, self.lines = settings, shard, []
@@ -74,7 +74,7 @@ def opener(open_line):
 
 
 class FakeLine(Stated):
-    """A `Node` at one such master, with a real node's book of offers."""
+    """A `Node` at one such broker, with a real node's book of offers."""
 
     clock, name, is_evaluator, message_delay, waiting_for = VirtualClock(), "pc", False, None, ""
     closings = count()
@@ -97,14 +97,14 @@ class FakeLine(Stated):
         return self.reached
 
     @property
-    def masters(self):
-        return ("", *(f"tcp://hub:{hub}" for hub in range(1, self.settings.masters)))
+    def shards(self):
+        return ("", *(f"tcp://hub:{hub}" for hub in range(1, self.settings.shards)))
 
     def wait_welcome(self, seconds):
         return self.settings
 
     def begin_join(self, model, leaves, *, score=math.nan, optimizer_state=()):
-        self.layout = Layout(model, self.settings.fragments, (self.shard, self.settings.masters))
+        self.layout = Layout(model, self.settings.fragments, (self.shard, self.settings.shards))
         self.leaves, self.joined = leaves, True
         if not self.hub.published:
             self.founder = True
@@ -169,7 +169,7 @@ class FakeLine(Stated):
             self.hub.release()
         return update
 
-    def everyone_drained(self, master):
+    def everyone_drained(self, broker):
         self.log.append(("drained", self.units.finished))
         return True
 
@@ -199,12 +199,12 @@ def tree(value=0.0):
 
 
 class Federation:
-    """Nodes of several masters, and the masters."""
+    """Nodes of several brokers, and the brokers."""
 
-    def __init__(self, masters, fragments, nodes, **facts):
+    def __init__(self, shards, fragments, nodes, **facts):
         facts = {"every": 1, "delay": 1, "lost_seconds": 0.1, "heartbeat_seconds": 0.05} | facts
-        self.settings = fixed_run(masters=masters, fragments=fragments, initial="founder", **facts)
-        self.hubs = [Hub(self.settings, shard) for shard in range(masters)]
+        self.settings = fixed_run(shards=shards, fragments=fragments, initial="founder", **facts)
+        self.hubs = [Hub(self.settings, shard) for shard in range(shards)]
         self.nodes, self.syncs, self.params, self.computed = [], [], [], []
         for _ in range(nodes):
             self.add()
@@ -239,13 +239,13 @@ HAPPENS = ["step"] * 4 + ["release"] * 3 + ["withdraw", "join", "lost"]
 EVENTS = st.lists(st.tuples(st.sampled_from(HAPPENS), st.integers(0, 11)), max_size=40)
 
 
-@pytest.mark.parametrize("masters", [2, 4])
+@pytest.mark.parametrize("shards", [2, 4])
 @settings(max_examples=12, derandomize=True)
 @given(events=EVENTS, delay=st.sampled_from([0, 1, 3]))
-def test_anchors_are_equal_bit_for_bit_and_nothing_is_lost_whatever_each_master_does(masters, events, delay):
-    world = Federation(masters, 2 if masters == 2 else 1, 2, delay=delay)
+def test_anchors_are_equal_bit_for_bit_and_nothing_is_lost_whatever_each_shard_does(shards, events, delay):
+    world = Federation(shards, 2 if shards == 2 else 1, 2, delay=delay)
     for event, number in events:
-        node, hub = number % len(world.nodes), world.hubs[number % masters]
+        node, hub = number % len(world.nodes), world.hubs[number % shards]
         line = world.nodes[node]._lines[hub.shard]
         if event == "step":
             world.step(node, number)
@@ -294,7 +294,7 @@ def drain(world):
                 world.params[node] = dict(zip(SHAPES, leaves, strict=True))
 
 
-def test_every_exchange_goes_to_each_master_and_a_lost_one_costs_only_its_own():
+def test_every_exchange_goes_to_each_shard_and_a_lost_one_costs_only_its_own():
     world = Federation(2, 2, 1)
     node = world.nodes[0]
     assert node.next_fragments() == (0, 2) and node.layout.fragments == 4 and node.state().unreachable == ()
@@ -308,11 +308,11 @@ def test_every_exchange_goes_to_each_master_and_a_lost_one_costs_only_its_own():
     world.hubs[0].release()
     world.step(0, 7)
     (late,) = [entry for entry in node._lines[1].log if entry[0] == "offer"]
-    assert late == ("offer", 0, 4 + 6 + 8), "the first offer that a master takes stands for all the samples"
+    assert late == ("offer", 0, 4 + 6 + 8), "the first offer that a broker takes stands for all the samples"
     assert [entry[2] for entry in node._lines[0].log if entry[0] == "offer"] == [4, 6, 8]
 
 
-def test_sequences_of_all_masters_differ_and_come_back_as_they_went():
+def test_sequences_of_all_shards_differ_and_come_back_as_they_went():
     world = Federation(3, 1, 1, delay=8)
     node = world.nodes[0]
     world.step(0, 1)
@@ -327,7 +327,7 @@ def test_sequences_of_all_masters_differ_and_come_back_as_they_went():
     assert node.poll().aggregate and node.poll() is None
 
 
-def test_an_update_that_is_not_yet_due_holds_up_no_other_masters():
+def test_an_update_that_is_not_yet_due_holds_up_no_other_shards():
     world = Federation(2, 1, 2, every=1, delay=4)
     world.step(0, 1)
     world.hubs[0].release()  # lands what the first node offered now
@@ -337,7 +337,7 @@ def test_an_update_that_is_not_yet_due_holds_up_no_other_masters():
     assert world.nodes[0].peek().landed == () and set(world.nodes[0].peek().aggregate) == {1}
 
 
-def test_strict_waiting_takes_the_awaited_masters_update_and_no_other():
+def test_strict_waiting_takes_the_awaited_shards_update_and_no_other():
     world = Federation(2, 1, 1, delay=2, every=1, mode="strict", release="all")
     for amount in range(6):
         world.step(0, amount)
@@ -366,7 +366,7 @@ def test_figures_are_sums_but_for_those_of_the_first():
 
 
 def test_a_founder_whose_successor_was_faster_waits_for_the_firsts_word():
-    run = fixed_run(masters=2, initial="founder")
+    run = fixed_run(shards=2, initial="founder")
     hubs = [Hub(run, 0), Hub(run, 1)]
     first, second = FakeLine(hubs[0], True, hubs), FakeLine(hubs[1], False, hubs)
     looks = iter([True] * 3)
@@ -384,8 +384,8 @@ def test_a_founder_whose_successor_was_faster_waits_for_the_firsts_word():
     assert second.closed and next(looks, None) is None and [*node._lines] == [first]
 
 
-def test_a_broker_of_another_run_at_a_masters_address_is_not_taken_for_it():
-    run = fixed_run(masters=2)
+def test_a_broker_of_another_run_at_a_shards_address_is_not_taken_for_it():
+    run = fixed_run(shards=2)
     hubs = [Hub(run, 0), Hub(run, 1)]
     stranger = FakeLine(hubs[1], False, hubs)
     stranger.run = "run-2"
