@@ -50,7 +50,7 @@ def add(aggregator, fragment, seed, codec="float32", *, scale=0.1, score=0.5, sa
     frames = encode_payload(codecs_of(aggregator, codec, fragment), cut(u, aggregator.layout.counts(fragment)))
     sequence = len(come(aggregator))
     publish = Publish(1, sequence, base, fragment, codec, tuple(len(f) for f in frames), samples, 8, score)
-    assert sum(publish.sizes) <= aggregator.publish_bound(publish)
+    aggregator.check_sizes(publish)
     aggregator.check(publish, frames)
     aggregator.accumulate("a", publish, frames)
     staleness = aggregator.version - base

@@ -93,7 +93,7 @@ def test_a_snapshot_is_what_was_published_and_is_made_once_a_version():
     version, frames = aggregator.snapshot()
     assert version == 1 and aggregator.snapshot()[1] is frames
     assert equal(decode_snapshot(aggregator.layout, frames), aggregator.published)
-    assert sum(len(frame) for frame in frames) <= aggregator.snapshot_bound()
+    aggregator.check_sizes(announced(frames))
     release(aggregator, (0,), live=1)
     assert aggregator.snapshot()[0] == 2
 

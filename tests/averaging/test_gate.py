@@ -77,7 +77,7 @@ def test_once_enough_have_been_seen_what_is_too_large_is_refused_when_it_comes()
         here.send("a"), here.send("b")
         here.close(live=2)
     assert here.send("bad", scale=3.0) == "norm" and here.send("bad", scale=1e6) == "enormous"
-    assert not here.aggregator._judged and not here.aggregator._young
+    assert not here.aggregator._judged and not here.aggregator._waiting
 
 
 def test_what_was_left_out_of_the_first_rounds_is_not_the_measure_of_those_that_follow():

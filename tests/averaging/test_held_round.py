@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from tests.averaging.aggregators import add, founded, moved, release
+from zmqtrain.averaging.held_rounds import HeldRound
 
 
 def test_a_round_that_is_held_and_weighs_all_alike_makes_the_same_step_as_one_that_is_added_at_once():
     streamed, held = founded(), founded(staleness="polynomial:power=0.5")
-    assert held.holds and not streamed.holds
+    assert HeldRound(held.settings).needed and not HeldRound(streamed.settings).needed
     for seed in (1, 2, 3):
         add(streamed, 0, seed), add(held, 0, seed)
     for mine, theirs in zip(moved(held, 4), moved(streamed, 4), strict=True):

@@ -8,7 +8,7 @@ import pytest
 from zmqtrain.averaging.snapshot import (
     OPTIMIZER_STATE_MODELS,
     check_optimizer_state,
-    check_sizes,
+    check_snapshot_sizes,
     decode_optimizer_state,
     encode_optimizer_state,
     split_snapshot,
@@ -59,9 +59,9 @@ def test_a_snapshot_is_cut_where_its_state_begins():
 )
 def test_what_cannot_be_right_is_refused_before_it_comes(sizes, moments, takes):
     with pytest.raises(FramingError):
-        check_sizes(Snapshot(1, 0, sizes, (), moments), 100, takes)
+        check_snapshot_sizes(Snapshot(1, 0, sizes, (), moments), 100, takes)
 
 
 def test_a_model_and_a_state_within_their_bounds_may_come():
-    check_sizes(Snapshot(1, 0, (100,)), 100, False)
-    check_sizes(Snapshot(1, 0, (100, 400), (), 1), 100, True)
+    check_snapshot_sizes(Snapshot(1, 0, (100,)), 100, False)
+    check_snapshot_sizes(Snapshot(1, 0, (100, 400), (), 1), 100, True)

@@ -152,7 +152,7 @@ def test_what_is_held_never_has_more_bytes_than_the_sum():
     pair = Pair()
     for _ in range(70):
         pair.add("topk:density=0.1+sign")
-        held = sum(len(frame) for one in pair.sparse.sparse._held[0] for frame in one.frames)
+        held = sum(len(frame) for one in pair.sparse.sparse._fragments[0].held for frame in one.frames)
         assert held <= pair.sparse._sums[0].nbytes
     assert pair.sparse._sums[0].any()
     pair.release()

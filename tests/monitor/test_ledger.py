@@ -5,28 +5,27 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.monitor import records
 from zmqtrain.monitor.ledger import Release, audit, computed_samples, releases_of
+from zmqtrain.monitor.records import record, release_facts
 from zmqtrain.protocol.effects import Contribution, Reduce
 
 A, B = "pc-a#1", "pc-b#2"
 
 
 def joins(peer, run="run-1"):
-    settings = {"program": "text", "program_arguments": ""}
-    return records.node(0.0, peer, run, settings, True, {})
+    return record("node", 0.0, node=peer[:4], peer=peer, run=run)
 
 
 def offers(*sequences):
-    return [records.offer(0.0, "x", sequence, 0, 0, False) for sequence in sequences]
+    return [record("offer", 0.0, node="x", sequence=sequence) for sequence in sequences]
 
 
-def applies(version, *landed, **how):
-    return records.application(0.0, "x", version, landed, **how)
+def applies(version, *landed, reset=False):
+    return record("application", 0.0, node="x", version=version, landed=landed, reset=reset)
 
 
 def steps(*samples):
-    return [records.step(0.0, "x", number, 0.5, count) for number, count in enumerate(samples, 1)]
+    return [record("step", 0.0, node="x", step=number, samples=count) for number, count in enumerate(samples, 1)]
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def book():
 
 @pytest.fixture
 def lives():
-    end = records.node_end(0.0, "x", {})
+    end = record("node_end", 0.0, node="x")
     return [
         [joins(A), *offers(0, 1, 2), applies(1, 0), applies(2, 1), applies(3, 2), *steps(8, 16, 24, 30), end],
         [joins(B), *offers(0, 1), applies(1, 0), applies(2), *steps(10, 20)],  # killed before it heard of its second
@@ -70,7 +69,7 @@ PLANTED = {
     "told twice of its offer 0: with versions 1, 2": lambda book, lives: lives[0].__setitem__(5, applies(2, 1, 0)),
     "of its offer 7, which it never made": lambda book, lives: lives[0].insert(4, applies(1, 7)),
     "took back its offer 1 (lost), and it is in version 2: it counts twice": lambda book, lives: lives[0].insert(
-        4, records.withdrawal(0.0, "x", 1, 1, "lost")
+        4, record("withdrawal", 0.0, node="x", sequence=1, encoded=1, reason="lost")
     ),
     "was never told that its offer 1 is in 2": lambda book, lives: lives[0].__setitem__(5, applies(2)),
     "version 2 holds offer 1 of pc-a, which never made it": lambda book, lives: lives[0].__setitem__(
@@ -95,25 +94,30 @@ def test_an_offer_whose_record_a_kill_cut_off_is_no_fault_and_a_later_life_may_h
 
 
 def test_a_number_that_was_taken_back_may_be_used_again_by_a_life_that_goes_on_from_before(book, lives):
-    lost = [*lives[1], records.withdrawal(0.0, "x", 2, 2, "lost")]  # the hub never heard of it
+    lost = [
+        *lives[1],
+        record("withdrawal", 0.0, node="x", sequence=2, encoded=2, reason="lost"),
+    ]  # the hub never heard of it
     assert any("took back its offer 2" in fault for fault in audit([*book, Release(4, ((B, 2),))], [lost]).faults)
     assert audit([*book, Release(4, ((B, 2),))], [lives[0], lost, [joins(B), *offers(2), applies(4, 2)]]).faults == ()
 
 
 def test_who_was_told_to_begin_again_holds_nothing_that_landed(book, lives):
-    lives[0][5] = applies(2, snapshot=True, reset=True)
+    lives[0][5] = applies(2, reset=True)
     assert audit(book, lives).faults == ()
 
 
 def test_the_samples_of_a_life_begin_where_it_was_resumed_and_one_that_was_cut_off_made_one_step_more():
     assert computed_samples([*steps(110, 120, 130)]) == 40
-    assert computed_samples([*steps(110, 120, 130), records.node_end(0.0, "x", {})]) == 30
+    assert computed_samples([*steps(110, 120, 130), record("node_end", 0.0, node="x")]) == 30
     assert computed_samples([]) == 0
 
 
 def test_the_releases_of_a_brokers_record_are_a_book():
     reduce = Reduce(7, (0,), (Contribution(A, 3, 0, 64, 0.1, 6, 1),), 2, False)
-    assert releases_of([records.release(1.0, reduce, 2), records.run_end(2.0, {})]) == [Release(7, ((A, 3),), 64)]
+    assert releases_of([record("release", 1.0, **release_facts(reduce, 2)), record("run_end", 2.0)]) == [
+        Release(7, ((A, 3),), 64)
+    ]
 
 
 def test_a_life_that_does_not_say_whose_it_is_is_refused(book):

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.monitor import records
-from zmqtrain.monitor.records import crc_of_frames, crc_of_leaves, name_of, read_records, write_records
+from zmqtrain.monitor.records import (
+    crc_of_frames,
+    crc_of_leaves,
+    name_of,
+    read_records,
+    record,
+    release_facts,
+    write_records,
+)
 from zmqtrain.protocol.effects import Contribution, Reduce
 
 CONTRIBUTION = Contribution("pc-1#ab", 3, 0, 64, 0.1, 6, 1)
@@ -18,20 +25,20 @@ CONTRIBUTION = Contribution("pc-1#ab", 3, 0, 64, 0.1, 6, 1)
 
 def test_what_is_written_is_read_again_with_the_same_bits(tmp_path):
     path = tmp_path / "run.jsonl"
-    written = [records.step(pi, "pc-1", 3, 0.1 + 0.2, 96), records.unit(1e-9, "pc-1", 1 << 41)]
+    written = [record("step", pi, node="pc-1", step=3, loss=0.1 + 0.2), record("unit", 1e-9, node="pc-1", unit=1 << 41)]
     write_records(path, written)
     assert read_records(path) == written
 
 
 def test_what_is_not_finite_is_null(tmp_path):
     path = tmp_path / "run.jsonl"
-    write_records(path, [records.pace(0.0, "pc-1", nan, [inf, 2.0])])
+    write_records(path, [record("pace", 0.0, node="pc-1", own=nan, rates=[inf, 2.0])])
     assert read_records(path)[0] == {"kind": "pace", "seconds": 0.0, "node": "pc-1", "own": None, "rates": [None, 2.0]}
 
 
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
     path = tmp_path / "run.jsonl"
-    write_records(path, [records.unit(0.0, "pc-1", 1), records.unit(0.0, "pc-1", 2)])
+    write_records(path, [record("unit", 0.0, node="pc-1", unit=number) for number in (1, 2)])
     path.write_text(path.read_text()[:-5])
     assert [one["unit"] for one in read_records(path)] == [1]
     path.write_text('{"kind": "un')
@@ -57,9 +64,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 
 def test_a_release_tells_its_contributions_in_order_and_its_bytes_if_they_are_given():
     reduce = Reduce(7, (0,), (CONTRIBUTION,), 2, False)
-    plain = records.release(1.0, reduce, 2)
+    plain = release_facts(reduce, 2)
     assert plain["contributions"][0]["peer"] == "pc-1#ab" and plain["contributions"][0]["node"] == "pc-1"
-    told = records.release(1.0, reduce, 2, "float32", ((b"ab", b"c"),))
+    told = release_facts(reduce, 2, "float32", ((b"ab", b"c"),))
     assert told == {**plain, "codec": "float32", "crc": crc_of_frames([[b"abc"]])}
     json.dumps(told)
 

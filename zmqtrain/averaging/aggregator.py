@@ -16,7 +16,7 @@ Rule 6: sparse publishes, of codecs that pick values, are held as they came unti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
@@ -24,12 +24,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.averaging.coder import DENSE, cut, decode_snapshot, encode_snapshot, snapshot_codecs, snapshot_counts
+from zmqtrain.averaging.coder import (
+    DENSE,
+    codecs_and_counts,
+    cut,
+    decode_snapshot,
+    encode_snapshot,
+    snapshot_codecs,
+    snapshot_counts,
+)
 from zmqtrain.averaging.gate import DeltaGate
-from zmqtrain.averaging.held_rounds import DeltaMeter, HeldRound, SparseRound
-from zmqtrain.averaging.snapshot import check_optimizer_state, digest_of, split_snapshot
-from zmqtrain.codecs.base import Codec, Coding, coding_from_spec
-from zmqtrain.codecs.codec import SLAB_VALUES, State, fill_states, pack_states
+from zmqtrain.averaging.held_rounds import DeltaMeter, Held, HeldRound, SparseRound
+from zmqtrain.averaging.snapshot import check_optimizer_state, check_snapshot_sizes, digest_of, split_snapshot
+from zmqtrain.codecs.base import Coding, coding_from_spec
+from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State, fill_states, pack_states
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import (
     Slab,
@@ -45,7 +53,8 @@ from zmqtrain.core.errors import CheckpointError, CodecError, ConfigError, Frami
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
 from zmqtrain.protocol.effects import Contribution, Reduce
-from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
+from zmqtrain.protocol.initialization import sends_optimizer_state
+from zmqtrain.protocol.messages import Aggregate, Announcement, Publish, Snapshot
 from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.measures import are_related, explain_unrelated, relatedness
 from zmqtrain.strategies.norms import Judgement, is_suspicious
@@ -67,6 +76,7 @@ NEAREST = 4
 """A delta is compared with so many of its own version, or of those around it: norms fall as a run converges."""
 
 Vector = NDArray[np.float32]
+Codecs = tuple[Codec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +126,11 @@ class Aggregator:
         self._outer_state: list[Mapping[str, Vector]] = []
         self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
         self._judged: dict[tuple[PeerId, int], Judgement] = {}  # accepted, and in no version yet
-        self._young: dict[tuple[PeerId, int], tuple[Publish, Sequence[Buffer]]] = {}  # of those, judged once more
+        self._waiting: dict[tuple[PeerId, int], Held] = {}  # for the close of their round
         self._record: deque[tuple[Released, list[Judgement]]] = deque()  # the last versions, and who is in them
         self._round = HeldRound(settings)
         self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
         self.sparse = SparseRound(self.meter)
-
-    @property
-    def holds(self) -> bool:
-        """Whether publishes are held until their round closes."""
-        return self._round.needed
 
     def values_of(self, fragments: Sequence[int]) -> int:
         """Return how many values these fragments have."""
@@ -140,23 +145,19 @@ class Aggregator:
         fragments = self.settings.fragments_of(count_values(model))
         self.layout = Layout(model, fragments, (self.shard, self.settings.shards))
 
-    def publish_bound(self, publish: Publish) -> int:
-        """Return the bytes that a publish must have, and its most."""
-        return payload_size(self._codecs(publish), self.layout.counts(publish.fragment))
-
-    def check_sizes(self, publish: Publish) -> None:
-        """Raise FramingError for a publish of more bytes or frames than it can have: before anything is held of it."""
-        plan = plan_payload(self._codecs(publish), tuple(self.layout.counts(publish.fragment)))
-        bound = self.publish_bound(publish)
-        if not 0 < sum(publish.sizes) <= bound or len(publish.sizes) > len(plan.frames):
+    def check_sizes(self, announced: Announcement) -> None:
+        """Raise FramingError for an upload of more bytes or frames than it can have: before anything is held of it."""
+        if isinstance(announced, Snapshot):
+            bound = payload_size(snapshot_codecs(self.layout), snapshot_counts(self.layout))
+            return check_snapshot_sizes(announced, bound, sends_optimizer_state(self.settings))
+        assert isinstance(announced, Publish)
+        plan = plan_payload(*codecs_and_counts(self.layout, announced.codec, announced.fragment))
+        bound = sum(frame.size for frame in plan.frames)
+        if not 0 < sum(announced.sizes) <= bound or len(announced.sizes) > len(plan.frames):
             raise FramingError(
-                f"{sum(publish.sizes)} bytes in {len(publish.sizes)} frames are announced where at most {bound} in "
+                f"{sum(announced.sizes)} bytes in {len(announced.sizes)} frames are announced where at most {bound} in "
                 f"{len(plan.frames)} can be right"
             )
-
-    def snapshot_bound(self) -> int:
-        """Return the bytes that a snapshot must have, and its most."""
-        return payload_size(snapshot_codecs(self.layout), snapshot_counts(self.layout))
 
     def check_snapshot(self, snapshot: Snapshot, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless a founder's parameters can be used, and its optimizer's state if that came too."""
@@ -191,27 +192,23 @@ class Aggregator:
         self._begin(decode_snapshot(self.layout, frames), 0)
 
     def _begin(self, flats: Sequence[Vector], version: Version) -> None:
-        flats = [flat + np.float32(0) for flat in flats]  # no -0.0: sums then never make one, on any machine
-        self.parameters = [flat.copy() for flat in flats]
-        self.published = [flat.copy() for flat in flats]
+        self.published = [flat + np.float32(0) for flat in flats]  # no -0.0: sums then never make one, on any machine
+        self.parameters = [flat.copy() for flat in self.published]
         self._sums = [np.zeros(flat.size, np.float32) for flat in flats]  # no memory before anything is added
         self.sparse.begin(len(flats))
-        self._begin_states()
+        self._states = [self._fresh_states(fragment) for fragment in range(len(flats))]
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self._shares = [0.0] * len(flats)
         self.version, self._snapshot = version, (-1, ())
         self._judged.clear()
-        self._young.clear()
+        self._waiting.clear()
         self._record.clear()
-        self._round.begin(len(flats))
         self.meter.begin()
+        self._round.begin(len(flats))
         self._round.remember(version, self.published, range(len(flats)))
 
-    def _begin_states(self) -> None:
-        self._states = [
-            initial_states(self.broadcast_coding.of_fragment(self.layout, fragment), self.layout.counts(fragment))
-            for fragment in range(len(self.parameters))
-        ]
+    def _fresh_states(self, fragment: int) -> list[State]:
+        return initial_states(*codecs_and_counts(self.layout, self.broadcast_coding.name, fragment))
 
     def adopt(self, codec: str, outer: str) -> None:
         """Code aggregates by this codec from now on, and step by this outer optimizer; "": by what holds.
@@ -220,86 +217,73 @@ class Aggregator:
         """
         if codec and codec != self.broadcast_coding.name:
             self.broadcast_coding = coding_from_spec(codec)
-            self._begin_states()
+            self._states = [self._fresh_states(fragment) for fragment in range(len(self.parameters))]
         if outer and outer != self.outer.name:
             self.outer = outer_from_spec(outer)
             self._outer_state = [self.outer.init(flat.size) for flat in self.parameters]
 
     def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless the publish can be added."""
-        check_payload(self._codecs(publish), frames, self.layout.counts(publish.fragment))
+        codecs, counts = codecs_and_counts(self.layout, publish.codec, publish.fragment)
+        check_payload(codecs, frames, counts)
 
     def judge(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], voter: str = "") -> Judgement:
         """Judge whether a checked publish is far larger than those before it; see `DeltaGate`."""
-        return self.gate.judge(
-            peer,
-            publish.fragment,
-            self.layout,
-            publish.codec,
-            frames,
-            steps=publish.steps,
-            dense=publish.dense,
-            score=publish.score,
-            voter=voter,
-        )
+        return self.gate.judge(peer, self.layout, publish, publish.codec, frames, publish.score, voter)
 
     def count(self, publish: Publish, judgement: Judgement) -> None:
         """Record a judgement, once the publish is known to count or to be refused."""
-        self.gate.count(judgement)
+        self.gate.norms.count(judgement)
         if not (judgement.why or self.gate.is_open):
             self._judged[judgement.peer, publish.sequence] = judgement
 
     def accumulate(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Take a checked publish into the round: into its sum, or held until the round closes."""
-        judgement = self._judged.get((peer, publish.sequence))
-        if self.holds:
-            self._round.hold(peer, publish, frames)
-        elif self._waits(publish, judgement):
-            self._young[peer, publish.sequence] = (publish, frames)
+        key = peer, publish.sequence
+        is_judged_again = key in self._judged and self._judged[key].young
+        is_behind_one = any(one.fragment == publish.fragment for one, _ in self._waiting.values())  # order counts
+        if self._round.needed or is_judged_again or is_behind_one:
+            self._waiting[key] = publish, frames
         else:
             self._add(peer, publish, frames)
 
-    def _waits(self, publish: Publish, judgement: Judgement | None) -> bool:
-        """Whether a publish waits for its round: it is judged again then, or comes after one that is (order counts)."""
-        if judgement is not None and judgement.young:
-            return True
-        return any(one.fragment == publish.fragment for one, _ in self._young.values())
-
     def _add(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
-        fragment = publish.fragment
-        counts = self.layout.counts(fragment)
-        if self.outer.rate is None or not self.sparse.hold(peer, publish, self._codecs(publish), frames, counts):
-            self._sum_up_sparse(fragment)  # first: sums are made in the order in which publishes came
-            self._decode(peer, publish, frames, out=self._sums[fragment])
+        codecs, counts = codecs_and_counts(self.layout, publish.codec, publish.fragment)
+        if self.outer.rate is None or not self.sparse.hold(peer, publish, codecs, frames, counts):
+            self._sum_up_sparse(publish.fragment)  # first: sums are made in the order in which publishes came
+            self._decode(peer, publish, frames, out=self._sums[publish.fragment])
 
     def _sum_up_sparse(self, fragment: int) -> None:
         """Add what is held of a fragment to its sum in memory, and the rest of the round when it comes."""
         for peer, publish, frames in self.sparse.give_up(fragment):
             self._decode(peer, publish, frames, out=self._sums[fragment])
 
-    def _judge_round(self, reduce: Reduce) -> tuple[tuple[tuple[Contribution, Judgement], ...], list[Judgement]]:
-        """Return who of a round is out, now that all of it is here, and the others; add what has waited for that."""
+    def _judge_round(
+        self, reduce: Reduce
+    ) -> tuple[Reduce, tuple[tuple[Contribution, Judgement], ...], list[Judgement]]:
+        """Judge a round, now that all of it is here; return it without those that are out, these, and the others'
+        judgements."""
         judged = [(one, self._judged.pop((one.peer, one.sequence), None)) for one in reduce.contributions]
         again = [(one, self.gate.judge_again(judgement)) for one, judgement in judged if judgement is not None]
         left_out = tuple((one, judgement) for one, judgement in again if judgement.why)
-        out = {(one.peer, one.sequence) for one, _ in left_out}
-        for one in reduce.contributions:
-            waiting = self._young.pop((one.peer, one.sequence), None)
-            if waiting is not None and (one.peer, one.sequence) not in out:
-                self._add(one.peer, *waiting)
-        return left_out, [judgement for _, judgement in again if not judgement.why]
+        if left_out:
+            out = {(one.peer, one.sequence) for one, _ in left_out}
+            for key in out:
+                self._waiting.pop(key, None)
+            counting = tuple(one for one in reduce.contributions if (one.peer, one.sequence) not in out)
+            gone = {peer for peer, _ in out}.difference(one.peer for one in counting)
+            reduce = replace(reduce, contributions=counting, live=max(1, reduce.live - len(gone)))
+        return reduce, left_out, [judgement for _, judgement in again if not judgement.why]
 
     def _decode(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
         """Return D(u) of a node; added to `out`, if given."""
-        fragment, codecs = publish.fragment, self._codecs(publish)
+        fragment = publish.fragment
+        codecs, counts = codecs_and_counts(self.layout, publish.codec, fragment)
         before = np.zeros(1, np.float32) if out is None else self.meter.read(fragment, out)
-        total = decode_payload(codecs, frames, self.layout.counts(fragment), out=out, add=out is not None, checked=True)
+        total = decode_payload(codecs, frames, counts, out=out, add=out is not None, checked=True)
         if not publish.dense:  # what a node ends its share with is not of the usual size
-            self.meter.add(peer, fragment, before, total)
+            self.meter.add(peer, fragment, before, self.meter.read(fragment, total), total.size)
         return total
-
-    def _codecs(self, publish: Publish) -> tuple[Codec, ...]:
-        return coding_from_spec(publish.codec).of_fragment(self.layout, publish.fragment)
 
     def release(self, reduce: Reduce) -> Released:
         """Close the round and return what every peer is to be sent."""
@@ -307,15 +291,14 @@ class Aggregator:
             return self._take_back(reduce)
         self.adopt(reduce.codec, reduce.outer)
         coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
-        left_out, counted_in = self._judge_round(reduce)
-        if left_out:
-            out = {(one.peer, one.sequence) for one, _ in left_out}
-            counting = tuple(one for one in reduce.contributions if (one.peer, one.sequence) not in out)
-            gone = {one.peer for one, _ in left_out}.difference(one.peer for one in counting)
-            self._round.drop(out)
-            reduce = replace(reduce, contributions=counting, live=max(1, reduce.live - len(gone)))
-        if self.holds:
-            self._round.sum_up(reduce.contributions, self._decode, self.published, self._sums)
+        reduce, left_out, counted_in = self._judge_round(reduce)
+        waited = [(one, self._waiting.pop((one.peer, one.sequence), None)) for one in reduce.contributions]
+        held = [(one, *publish) for one, publish in waited if publish is not None]
+        if self._round.needed:
+            self._round.sum_up(held, self._decode, self.published, self._sums)
+        else:
+            for one, publish, payload in held:
+                self._add(one.peer, publish, payload)
         for fragment in reduce.fragments:
             codecs = coding.of_fragment(self.layout, fragment)
             if self.outer.rate is None or not self.sparse.can_release(fragment, codecs, LARGEST_SUM):
@@ -349,12 +332,15 @@ class Aggregator:
         if len(since) != self.version - version:
             return None
         flats = [flat.copy() for flat in self.published]
-        for released in since:
-            coding = coding_from_spec(released.codec)
-            for fragment, frames in zip(released.fragments, released.frames, strict=True):
-                codecs, counts = coding.of_fragment(self.layout, fragment), self.layout.counts(fragment)
-                flats[fragment] -= decode_payload(codecs, frames, counts, checked=True)
+        for fragment, codecs, counts, frames in self._steps(since):
+            flats[fragment] -= decode_payload(codecs, frames, counts, checked=True)
         return flats
+
+    def _steps(self, releases: Sequence[Released]) -> Iterator[tuple[int, Codecs, Sequence[int], Sequence[Buffer]]]:
+        """Give what was published of each fragment in these releases, with its codecs and counts."""
+        for released in releases:
+            for fragment, frames in zip(released.fragments, released.frames, strict=True):
+                yield fragment, *codecs_and_counts(self.layout, released.codec, fragment), frames
 
     def version_before(self, peer: PeerId) -> Version:
         """Return the version before the first recorded one that holds a suspicious delta of this node; -1: none."""
@@ -371,33 +357,18 @@ class Aggregator:
 
         The outer optimizer and the codec begin with fresh states.
         """
-        coding, frames = coding_from_spec(DENSE), []
-        for fragment in reduce.fragments:
-            counts, published = self.layout.counts(fragment), self.published[fragment]
-            total = np.zeros_like(published)
-            for released, _ in self._record:
-                if released.version > reduce.back_to and fragment in released.fragments:
-                    codecs = coding_from_spec(released.codec).of_fragment(self.layout, fragment)
-                    step = released.frames[released.fragments.index(fragment)]
+        since = [released for released, _ in self._record if released.version > reduce.back_to]
+        frames = []
+        for fragment in reduce.fragments:  # all of them
+            total = np.zeros_like(self.published[fragment])
+            for number, codecs, counts, step in self._steps(since):
+                if number == fragment:
                     decode_payload(codecs, step, counts, out=total, add=True, checked=True)
-            codecs = coding.of_fragment(self.layout, fragment)
+            codecs, counts = codecs_and_counts(self.layout, DENSE, fragment)
             frames.append(encode_payload(codecs, cut(-total, counts)))
-            decode_payload(codecs, frames[-1], counts, out=published, add=True, checked=True)
-            self.parameters[fragment][:] = published
-            self._sums[fragment].fill(0)
-            self.sparse.close(fragment)
-            broadcast = self.broadcast_coding.of_fragment(self.layout, fragment)
-            self._states[fragment] = initial_states(broadcast, counts)
-            self._outer_state[fragment] = self.outer.init(published.size)
-            self._shares[fragment] = 0.0
-        self._judged.clear()
-        self._young.clear()
-        self._record.clear()
-        self._round.begin(len(self.published))
-        self.version = reduce.version
-        self._round.remember(self.version, self.published, reduce.fragments)
-        self.meter.begin()
-        return Released(self.version, coding.name, reduce.fragments, tuple(frames))
+            decode_payload(codecs, frames[-1], counts, out=self.published[fragment], add=True, checked=True)
+        self._begin(self.published, reduce.version)
+        return Released(self.version, DENSE, reduce.fragments, tuple(frames))
 
     def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:
         """Return whether, with this round, contributions of the whole federation have come since the last turn."""
@@ -467,24 +438,19 @@ class Aggregator:
         if released.version != self.version + 1:
             raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")
         try:
-            coding = coding_from_spec(released.codec)
             if not all(0 <= fragment < self.layout.fragments for fragment in released.fragments):
                 raise CodecError(f"of {self.layout.fragments} fragments it names {released.fragments}")
-            for fragment, frames in zip(released.fragments, released.frames, strict=True):
-                check_payload(coding.of_fragment(self.layout, fragment), frames, self.layout.counts(fragment))
+            for _, codecs, counts, frames in self._steps([released]):
+                check_payload(codecs, frames, counts)
         except (CodecError, ConfigError) as error:
             raise CheckpointError(
                 f"the journal's step to version {released.version} cannot be read ({error}): remove the journal to go "
                 f"on from the checkpoint, at version {self.version}"
             ) from None
-        for fragment, frames in zip(released.fragments, released.frames, strict=True):
-            counts = self.layout.counts(fragment)
-            step = decode_payload(coding.of_fragment(self.layout, fragment), frames, counts, checked=True)
-            self.published[fragment] += step
+        for fragment, codecs, counts, frames in self._steps([released]):
+            self.published[fragment] += decode_payload(codecs, frames, counts, checked=True)
             self.parameters[fragment][:] = self.published[fragment]
-            self._states[fragment] = initial_states(
-                self.broadcast_coding.of_fragment(self.layout, fragment), self.layout.counts(fragment)
-            )
+            self._states[fragment] = self._fresh_states(fragment)
         self.version = released.version
         self._round.remember(self.version, self.published, released.fragments)
 
@@ -554,8 +520,8 @@ class Aggregator:
             self._shares = [float(share) for share in arrays["shares"]]
             if "gate" in arrays:
                 self.gate.remember(arrays["gate"])
-            else:
-                self.gate.open()
+            else:  # the deltas that the run has had are not known
+                self.gate.is_open = True
             self._round.restore(arrays)
             for fragment, fresh in enumerate(self._states):
                 numbers = range(sum(name.startswith(f"codec/{fragment}/") for name in arrays))

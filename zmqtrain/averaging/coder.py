@@ -21,14 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.averaging.gate import DeltaGate
 from zmqtrain.averaging.snapshot import decode_optimizer_state, split_snapshot
-from zmqtrain.codecs.base import Codec, Coding, codec_from_spec, coding_from_spec
+from zmqtrain.codecs.base import Codec, codec_from_spec, coding_from_spec
 from zmqtrain.codecs.codec import State, fill_states, pack_states
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, decode_segments, encode_payload, initial_states
@@ -36,6 +36,9 @@ from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.settings import AUTO, RunSettings
 from zmqtrain.core.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, count_values, number_of
 from zmqtrain.protocol.messages import Aggregate, Snapshot
+
+if TYPE_CHECKING:
+    from zmqtrain.codecs.payload_jax import DeviceCoder
 
 ALIGNMENT_BYTES = 64
 SMALLEST_KEPT_BYTES = 1 << 20
@@ -122,6 +125,11 @@ def cut(flat: Vector, counts: Sequence[int]) -> list[Vector]:
     return [flat[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
 
 
+def codecs_and_counts(layout: Layout, codec: str, fragment: int) -> tuple[tuple[Codec, ...], tuple[int, ...]]:
+    """Return the codec and the number of values of each segment of a fragment. codec: its coding, as a spec."""
+    return coding_from_spec(codec).of_fragment(layout, fragment), layout.counts(fragment)
+
+
 def snapshot_counts(layout: Layout) -> list[int]:
     """Return the values of each segment of a whole model, fragment by fragment: how a snapshot is laid."""
     return [count for fragment in range(layout.fragments) for count in layout.counts(fragment)]
@@ -166,36 +174,6 @@ class Encoded:
     frames: tuple[Buffer, ...]
 
 
-class OnDevice(Protocol):
-    """What a `DeltaCoder` asks of an accelerator: see `zmqtrain.codecs.payload_jax.DeviceCoder`, which is one."""
-
-    bytes_fetched: int
-    bytes_put: int
-
-    def initial_states(self, codecs: Sequence[Codec], counts: Sequence[int]) -> list[State]:
-        """Return the states of all slabs, as `encode` keeps them."""
-
-    def encode(
-        self,
-        codecs: Sequence[Codec],
-        segments: Sequence[Array],
-        in_flight: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]] = (),
-        states: list[State] | None = None,
-    ) -> tuple[bytearray, ...]:
-        """Encode segments, less what of them is in flight, into frames: those of `encode_payload`."""
-
-    def decode(self, codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]) -> list[Any]:
-        """Check a payload and return its segments, on the device."""
-
-    def decode_sum(
-        self, payloads: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]], counts: Sequence[int]
-    ) -> list[Any]:
-        """Return the sum, in order, of payloads that were checked, as segments on the device."""
-
-    def warm_up(self, codecs: Sequence[Codec], counts: Sequence[int], *, encodes: bool = True) -> None:
-        """Compile all that such segments need; encodes: for encoding, not only for decoding."""
-
-
 class DeltaCoder:
     """Encodes offers and decodes aggregates and snapshots, for one model under one run's settings.
 
@@ -203,7 +181,9 @@ class DeltaCoder:
     and stays: so do the states of the codecs.  shard: which of several brokers' parts of the model is exchanged here.
     """
 
-    def __init__(self, model: ModelSpec, settings: RunSettings, device: OnDevice | None = None, shard: int = 0) -> None:
+    def __init__(
+        self, model: ModelSpec, settings: RunSettings, device: DeviceCoder | None = None, shard: int = 0
+    ) -> None:
         self.model = model
         self.layout = Layout(model, settings.fragments_of(count_values(model)), (shard, settings.shards))
         self.settings = settings
@@ -294,9 +274,8 @@ class DeltaCoder:
             self.unacked.pop(sequence, None)
         coding = coding_from_spec(DENSE) if offer.dense else self.coding
         in_flight = [u for u in self.unacked.values() if u.fragment == offer.fragment]
-        encode = self._encode_here if self._goes_here(coding.name) else self._encode_on_device
         try:
-            frames = encode(coding, offer, in_flight)
+            frames = self._encode(coding.name, offer, in_flight)
         except NonFiniteDelta:
             for index, segment in zip(self.layout.leaves(offer.fragment), offer.segments, strict=True):
                 values = np.asarray(segment)
@@ -312,42 +291,28 @@ class DeltaCoder:
     def _goes_here(self, codec: str) -> bool:
         return self.device is None or codec == DENSE
 
-    def _encode_here(self, coding: Coding, offer: Offer, in_flight: Sequence[Encoded]) -> tuple[Buffer, ...]:
-        codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
+    def _encode(self, codec: str, offer: Offer, in_flight: Sequence[Encoded]) -> tuple[Buffer, ...]:
+        codecs, counts = codecs_and_counts(self.layout, codec, offer.fragment)
+        device = None if self._goes_here(codec) else self.device
+        states = None
+        if not offer.dense:
+            if offer.fragment not in self._states:
+                fresh = initial_states(codecs, counts) if device is None else device.initial_states(codecs, counts)
+                self._states[offer.fragment] = self._begin_states(offer.fragment, fresh)
+            states = self._states[offer.fragment]
+        if device is not None:
+            return device.encode(codecs, offer.segments, [(self._codecs(u), u.frames) for u in in_flight], states)
         segments = [np.asarray(segment) for segment in offer.segments]
-        alike = all(u.codec == coding.name for u in in_flight)
-        if not alike:
-            sent = self._sum(in_flight)
-            segments = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
-        less = [u.frames for u in in_flight] if alike else ()
-        if offer.dense:
-            return encode_payload(codecs, segments, less=less)
-        if offer.fragment not in self._states:
-            self._states[offer.fragment] = self._begin_states(offer.fragment, initial_states(codecs, counts))
-        return encode_payload(codecs, segments, self._states[offer.fragment], less)
-
-    def _encode_on_device(self, coding: Coding, offer: Offer, in_flight: Sequence[Encoded]) -> tuple[Buffer, ...]:
-        assert self.device is not None
-        codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
-        if offer.fragment not in self._states:
-            fresh = self.device.initial_states(codecs, counts)
-            self._states[offer.fragment] = self._begin_states(offer.fragment, fresh)
-        sent = [(self._codecs(u), u.frames) for u in in_flight]
-        return self.device.encode(codecs, offer.segments, sent, self._states[offer.fragment])
+        if all(u.codec == codec for u in in_flight):
+            return encode_payload(codecs, segments, states, [u.frames for u in in_flight])
+        sent = self._sum(in_flight)
+        rest = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
+        return encode_payload(codecs, rest, states)
 
     def judge(self, offer: Offer, encoded: Encoded) -> str:
         """Return why a hub would refuse this u for its size, going by those of this node alone; "" if it would not."""
-        judgement = self._gate.judge(
-            _OWN,
-            offer.fragment,
-            self.layout,
-            encoded.codec,
-            encoded.frames,
-            steps=offer.steps,
-            dense=offer.dense,
-            score=nan,
-        )
-        self._gate.count(judgement)
+        judgement = self._gate.judge(_OWN, self.layout, offer, encoded.codec, encoded.frames)
+        self._gate.norms.count(judgement)
         return judgement.why
 
     def restart(self) -> None:
@@ -406,7 +371,7 @@ class DeltaCoder:
         return self.device.decode_sum([(self._codecs(u), u.frames) for u in encoded], counts)
 
     def _codecs(self, encoded: Encoded) -> tuple[Codec, ...]:
-        return coding_from_spec(encoded.codec).of_fragment(self.layout, encoded.fragment)
+        return codecs_and_counts(self.layout, encoded.codec, encoded.fragment)[0]
 
     def _sum(self, encoded: Sequence[Encoded]) -> list[Vector]:
         total = self._vectors.take_segments(self.layout.counts(encoded[0].fragment))
@@ -415,8 +380,7 @@ class DeltaCoder:
         return total
 
     def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
-        counts = self.layout.counts(fragment)
-        codecs = coding_from_spec(codec).of_fragment(self.layout, fragment)
+        codecs, counts = codecs_and_counts(self.layout, codec, fragment)
         if self.device is not None and not self._goes_here(codec):
             return self.device.decode(codecs, frames, counts)
         check_payload(codecs, frames, counts)

@@ -6,7 +6,8 @@ takes a twentieth of the time that adding it does.  Rule 2: to judge moves nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from math import nan
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,8 @@ from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import payload_norm, payload_size
 from zmqtrain.core.errors import CodecError, EnormousDelta, NonFiniteDelta, OutlyingDelta
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Buffer, PeerId, Score
+from zmqtrain.core.types import Buffer, Offer, PeerId, Score
+from zmqtrain.protocol.messages import Publish
 from zmqtrain.strategies.norms import Judgement, NormGate, norm_gate_from_text
 
 USUAL_FACTOR = 10.0
@@ -29,45 +31,41 @@ FULL_BITS = 2.0
 
 
 class DeltaGate:
-    """The norm gate of a run, of all its nodes at the hub, of itself at a node; it may let everything through."""
+    """The norm gate of a run, of all its nodes at the hub, of itself at a node.
+
+    norms: what is known of the deltas.  is_open: everything is let through.
+    """
 
     def __init__(self, settings: RunSettings) -> None:
         gate = norm_gate_from_text(settings.norm_gate)
         if gate == "auto":
             apart = settings.elastic < 1  # what is pending there may be a whole model
             gate = "none" if apart or settings.mode == "strict" else USUAL_FACTOR
-        self._norms = None if isinstance(gate, str) else NormGate(gate)
+        self.is_open = gate == "none"
+        self.norms = NormGate(USUAL_FACTOR if isinstance(gate, str) else gate)
         self._codec = settings.at_first.codec  # of the deltas that come; another one, where it is fitted
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this gate lets everything through."""
-        return self._norms is None
 
     def judge(
         self,
         peer: PeerId,
-        fragment: int,
         layout: Layout,
+        delta: Publish | Offer,
         codec: str,
         frames: Sequence[Buffer],
-        *,
-        steps: int,
-        dense: bool,
-        score: Score,
+        score: Score = nan,
         voter: str = "",
     ) -> Judgement:
-        """Judge a payload that was checked; this changes nothing: call `count` with the result.
+        """Judge a payload that was checked; this changes nothing: call `norms.count` with the result.
 
-        codec, steps, dense, score: as in Publish.  voter: the key of its node, "" for one of its own.
+        voter: the key of its node, "" for one of its own.
         """
-        if self._norms is None:
+        fragment = delta.fragment
+        if self.is_open:
             return Judgement(peer, voter or peer, fragment)
-        counts = layout.counts(fragment)
-        norm = payload_norm(coding_from_spec(codec).of_fragment(layout, fragment), frames, counts)
-        rest = self._rest(layout, fragment) if dense else 0.0
-        self._codec = self._codec if dense else codec
-        return self._norms.judge(peer, fragment, norm, steps, rest=rest, score=score, voter=voter)
+        norm = payload_norm(coding_from_spec(codec).of_fragment(layout, fragment), frames, layout.counts(fragment))
+        rest = self._rest(layout, fragment) if delta.dense else 0.0
+        self._codec = self._codec if delta.dense else codec
+        return self.norms.judge(peer, fragment, norm, delta.steps, rest=rest, score=score, voter=voter)
 
     def _rest(self, layout: Layout, fragment: int) -> float:
         counts = layout.counts(fragment)
@@ -75,49 +73,32 @@ class DeltaGate:
         bits = 8 * payload_size(codecs, counts) / max(1, sum(counts))
         return min(max(1.0, FULL_BITS / max(bits, 1e-9)), MOST_REST)
 
-    def count(self, judgement: Judgement) -> None:
-        """Record a judgement, once the delta is known to count or to be refused."""
-        if self._norms is not None:
-            self._norms.count(judgement)
-
     def judge_again(self, judgement: Judgement) -> Judgement:
         """Judge a delta that came early once more, with its round; if it is out, it no longer counts as accepted."""
-        if self._norms is None:
-            return judgement
-        again = self._norms.judge_again(judgement)
+        again = self.norms.judge_again(judgement)
         if again.why:
-            self._norms.leave_out(judgement)
+            self.norms.leave_out(judgement)
         return again
 
     def forget(self, peer: PeerId, probation: bool = False) -> None:
         """Forget a node: it has left, or begins again from the shared parameters. probation: it is quarantined."""
-        if self._norms is not None:
-            self._norms.forget(peer, probation)
-
-    def rebase(self, peers: Iterable[PeerId]) -> None:
-        """Raise the limit by one factor, toward the last refused deltas of these nodes."""
-        if self._norms is not None:
-            self._norms.rebase(peers)
-
-    def open(self) -> None:
-        """Accept every delta from now on, because the run's former deltas are not known here."""
-        self._norms = None
+        if not self.is_open:
+            self.norms.forget(peer, probation)
 
     def memory(self) -> NDArray[np.float64] | None:
         """Return what is to be known after a restart: float64[n, 3], (fragment, log norm, log steps) in a row.
 
         None: this gate lets everything through.
         """
-        if self._norms is None:
+        if self.is_open:
             return None
-        known = self._norms.memory()
+        known = self.norms.memory()
         return np.array([(fragment, *one) for fragment, one in known.items()], np.float64).reshape(-1, 3)
 
     def remember(self, memory: NDArray[np.float64]) -> None:
         """Take over what `memory` returned; a row that is not finite is left out."""
-        if self._norms is not None:
-            rows = memory[np.isfinite(memory).all(axis=1)]
-            self._norms.remember({int(fragment): (float(size), float(steps)) for fragment, size, steps in rows})
+        rows = memory[np.isfinite(memory).all(axis=1)]
+        self.norms.remember({int(fragment): (float(size), float(steps)) for fragment, size, steps in rows})
 
 
 def error_of(judgement: Judgement) -> OutlyingDelta | None:

@@ -16,8 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -45,9 +45,6 @@ MOST_THREADS = 4
 LEAST_VALUES = 1 << 20
 """A fragment of fewer values is worked on by one thread: it takes a millisecond or two."""
 
-_lock = threading.Lock()
-_shared: tuple[int, ThreadPoolExecutor] | None = None  # of which process, since threads do not survive a fork
-
 
 def idle_cores() -> int:
     """Return how many of the cores that this process may use were idle in the last minute, as the machine's load says;
@@ -60,12 +57,10 @@ def idle_cores() -> int:
     return max(0, round(cores - busy))
 
 
-def _helpers() -> ThreadPoolExecutor:
-    global _shared
-    with _lock:
-        if _shared is None or _shared[0] != os.getpid():
-            _shared = os.getpid(), ThreadPoolExecutor(MOST_THREADS - 1, "zmqtrain-slabs")
-        return _shared[1]
+@lru_cache(maxsize=1)
+def _helpers(process: int) -> ThreadPoolExecutor:
+    """Return the threads that all slabs of a process share; threads do not survive a fork."""
+    return ThreadPoolExecutor(MOST_THREADS - 1, "zmqtrain-slabs")
 
 
 class SlabThreads:
@@ -105,7 +100,7 @@ class SlabThreads:
                 except BaseException as error:
                     failed[number] = error
 
-        helping = [_helpers().submit(some) for _ in range(threads - 1)]
+        helping = [_helpers(os.getpid()).submit(some) for _ in range(threads - 1)]
         some()
         wait(helping)
         if failed:
@@ -145,15 +140,11 @@ class DeltaMeter:
             places = self._places[fragment] = _spread(size, fragment)
         return places
 
-    def add(self, peer: PeerId, fragment: int, before: Values, total: Values) -> None:
-        """Take a node's delta, which has been added to this sum.
+    def add(self, peer: PeerId, fragment: int, before: Values, after: Values, size: int) -> None:
+        """Take a node's delta of so many values from what the sum has at the sampled places before and after it.
 
-        before: what `read` returned of the sum without it, or a zero if the sum is nothing but this delta.
+        before: a zero if the sum is nothing but this delta.
         """
-        self.add_sample(peer, fragment, before, self.read(fragment, total), total.size)
-
-    def add_sample(self, peer: PeerId, fragment: int, before: Values, after: Values, size: int) -> None:
-        """Take a node's delta of so many values from what the sum has at the sampled places before and after it."""
         added = after.astype(np.float64)
         added -= before
         if added.size and np.isfinite(added).all():  # a sum that overflows is left out of the parameters too
@@ -178,13 +169,14 @@ SCORES_KEPT = 16
 
 Vector = NDArray[np.float32]
 Frames = Sequence[Buffer]
+Held = tuple[Publish, Frames]
 Decode = Callable[[PeerId, Publish, Frames], Vector]
 
 
 class HeldRound:
-    """The publishes that wait for the close of their round, and what the run's rules keep from round to round.
+    """The rules that look at all of a round, and what they keep from round to round.
 
-    needed: whether these rules look at all of a round; if not, a publish can be added when it comes.
+    needed: whether this run has such a rule; if not, a publish can be added when it comes.
     """
 
     def __init__(self, settings: RunSettings) -> None:
@@ -197,13 +189,11 @@ class HeldRound:
             and self._staleness.name == "constant"
             and (settings.max_staleness == 0 or settings.stale == "return")
         )
-        self._held: dict[tuple[PeerId, int], tuple[Publish, Frames]] = {}
         self._scores: deque[float] = deque(maxlen=SCORES_KEPT)
         self._history: list[deque[tuple[Version, Vector]]] = []  # per fragment: what was published, for compensation
 
     def begin(self, fragments: int) -> None:
-        """Forget all held publishes; the model has so many fragments."""
-        self._held.clear()
+        """Forget what was published; the model has so many fragments."""
         kept = self._staleness.versions + 1 if self._staleness.versions else 0
         self._history = [deque(maxlen=kept) for _ in range(fragments)]
 
@@ -213,25 +203,20 @@ class HeldRound:
             for fragment in fragments:
                 self._history[fragment].append((version, published[fragment].copy()))
 
-    def hold(self, peer: PeerId, publish: Publish, frames: Frames) -> None:
-        """Hold a checked publish until its round closes."""
-        self._held[peer, publish.sequence] = (publish, frames)
-
-    def drop(self, publishes: Iterable[tuple[PeerId, int]]) -> None:
-        """Drop these publishes: the norm gate excludes them."""
-        for key in publishes:
-            self._held.pop(key, None)
-
     # ------------------------------------------------------------------ closing a round
 
     def sum_up(
-        self, contributions: Sequence[Contribution], decode: Decode, published: Sequence[Vector], sums: Sequence[Vector]
+        self,
+        held: Sequence[tuple[Contribution, Publish, Frames]],
+        decode: Decode,
+        published: Sequence[Vector],
+        sums: Sequence[Vector],
     ) -> None:
         """Make the sums of a round, per fragment in `sums` (zeros before): n times what its publishes combine to.
 
-        decode: gives D(u).  published: per fragment, what nodes have now.  Scores are compared within a fragment.
+        held: all of the round.  decode: gives D(u).  published: per fragment, what nodes have now.  Scores are compared
+        within a fragment.
         """
-        held = [(one, *self._held.pop((one.peer, one.sequence))) for one in contributions]
         held = [(one, publish, frames) for one, publish, frames in held if not one.too_stale]
         own = self._score
         self._scores.extend(one.score for one, _, _ in held if np.isfinite(one.score))
@@ -344,11 +329,23 @@ _scratch = _Scratch()
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Sparse:
     peer: PeerId
     publish: Publish
     codecs: tuple[Codec, ...]
     frames: Sequence[Buffer]
+
+
+@dataclass
+class _Fragment:
+    """The sparse publishes of one fragment's round. bound: of their sum's magnitudes; in_memory: the sum of this round
+    lies in memory, and nothing more is held."""
+
+    held: list[_Sparse] = field(default_factory=list)
+    bound: float = 0.0
+    bytes: int = 0
+    counts: Sequence[int] = ()
+    in_memory: bool = False
 
 
 class SparseRound:
@@ -360,56 +357,47 @@ class SparseRound:
 
     def begin(self, fragments: int) -> None:
         """Forget all held publishes; the model has so many fragments."""
-        self._held: list[list[_Held]] = [[] for _ in range(fragments)]
-        self._bounds = [0.0] * fragments
-        self._bytes = [0] * fragments
-        self._counts: list[Sequence[int]] = [()] * fragments
-        self._in_memory = [False] * fragments  # the sum of this round lies in memory
+        self._fragments = [_Fragment() for _ in range(fragments)]
         # by slab: what was published at the places that the last release changed; kept, because fresh memory costs more
-        self._known: list[dict[int, Vector]] = [{} for _ in range(fragments)]
+        self._kept: list[dict[int, Vector]] = [{} for _ in range(fragments)]
 
     def hold(
         self, peer: PeerId, publish: Publish, codecs: tuple[Codec, ...], frames: Sequence[Buffer], counts: Sequence[int]
     ) -> bool:
         """Hold a checked publish; False if it has to be added to the sum in memory, after what is held before it."""
-        fragment = publish.fragment
-        size = self._bytes[fragment] + sum(memoryview(frame).nbytes for frame in frames)
-        fits = self._enabled and not self._in_memory[fragment] and size <= 4 * sum(counts)
+        known = self._fragments[publish.fragment]
+        size = known.bytes + sum(memoryview(frame).nbytes for frame in frames)
+        fits = self._enabled and not known.in_memory and size <= 4 * sum(counts)
         if not fits or not _is_sparse(codecs, counts):
             return False
-        self._held[fragment].append(_Held(peer, publish, codecs, frames))
-        self._bounds[fragment] += NORM_MARGIN * payload_norm(codecs, frames, counts)
-        self._bytes[fragment], self._counts[fragment] = size, counts
+        known.held.append(_Sparse(peer, publish, codecs, frames))
+        known.bound += NORM_MARGIN * payload_norm(codecs, frames, counts)
+        known.bytes, known.counts = size, counts
         return True
 
     def holds(self, fragment: int) -> bool:
         """Return whether publishes of a fragment are held."""
-        return bool(self._held[fragment])
+        return bool(self._fragments[fragment].held)
 
     def give_up(self, fragment: int) -> list[tuple[PeerId, Publish, Sequence[Buffer]]]:
         """Return what is held, in order, to be added to the sum in memory; the rest of the round is not held."""
-        held = [(one.peer, one.publish, one.frames) for one in self._held[fragment]]
-        self.close(fragment)
-        self._in_memory[fragment] = True
+        held = [(one.peer, one.publish, one.frames) for one in self._fragments[fragment].held]
+        self._fragments[fragment] = _Fragment(in_memory=True)
         return held
 
     def close(self, fragment: int) -> None:
         """Drop what is held of a fragment: its round is over."""
-        self._held[fragment], self._bounds[fragment], self._bytes[fragment] = [], 0.0, 0
-        self._in_memory[fragment] = False
+        self._fragments[fragment] = _Fragment()
 
     def can_release(self, fragment: int, codecs: tuple[Codec, ...], largest: float) -> bool:
         """Return whether something is held that can be released without a sum in memory.
 
         codecs: of the aggregate.  largest: no magnitude in the sum may reach this.
         """
-        if not self._held[fragment] or not self._bounds[fragment] < largest:
+        known = self._fragments[fragment]
+        if not known.held or not known.bound < largest:
             return False
-        return max(part.values for part in self._parts(fragment, codecs)) <= MOST_PART_VALUES
-
-    def _parts(self, fragment: int, codecs: tuple[Codec, ...]) -> tuple[Part, ...]:
-        codings = (codecs, *(one.codecs for one in self._held[fragment]))
-        return plan_parts(codings, tuple(self._counts[fragment]), PART_VALUES)
+        return max(part.values for part in _parts(known, codecs)) <= MOST_PART_VALUES
 
     def release(
         self,
@@ -426,13 +414,13 @@ class SparseRound:
         live: nodes; None: nothing that is held counts.  rate: of the step, in means.  codecs, states: of the aggregate.
         Raises CodecError: then nothing is published. Nothing is held afterwards.
         """
-        counts, held, size = self._counts[fragment], self._held[fragment], parameters.size
-        parts = self._parts(fragment, codecs)
+        known = self._fragments[fragment]
+        counts, held, size, parts = known.counts, known.held, parameters.size, _parts(known, codecs)
         encoder = SlabEncoder(codecs, counts, states)
         sources = [SlabReader(one.codecs, one.frames, counts) for one in held]
         sampled = self._meter.places(fragment, size)
         samples = np.empty((2, len(held), sampled.size), np.float32)  # of the sum, before and after each
-        known, added = self._known[fragment], list[int]()
+        kept, added = self._kept[fragment], list[int]()
         self.close(fragment)
 
         def step(part: Part) -> None:
@@ -457,9 +445,9 @@ class SparseRound:
                 if slab.codec.sparse is None:
                     continue
                 places, values = slab.codec.sparse(encoder.sections(number), slab.values)
-                before = known.get(number)
+                before = kept.get(number)
                 if before is None or before.size != places.size:
-                    before = known[number] = np.empty(places.size, np.float32)
+                    before = kept[number] = np.empty(places.size, np.float32)
                 theirs[inside].take(places, out=before, mode="clip")
                 put_at(places, values, theirs[inside], True)
                 added.append(number)
@@ -475,14 +463,18 @@ class SparseRound:
                 slab = encoder.plan.slabs[number]
                 assert slab.codec.sparse is not None
                 places, _ = slab.codec.sparse(encoder.sections(number), slab.values)
-                published[slab.start : slab.end][places] = known[number]
+                published[slab.start : slab.end][places] = kept[number]
             raise
         dense = [number for number, slab in enumerate(encoder.plan.slabs) if slab.codec.sparse is None]
         self._threads.each(publish, dense, size)
         for order, one in enumerate(held):
             if not one.publish.dense:
-                self._meter.add_sample(one.peer, fragment, samples[0, order], samples[1, order], size)
+                self._meter.add(one.peer, fragment, samples[0, order], samples[1, order], size)
         return encoder.finish()
+
+
+def _parts(known: _Fragment, codecs: tuple[Codec, ...]) -> tuple[Part, ...]:
+    return plan_parts((codecs, *(one.codecs for one in known.held)), tuple(known.counts), PART_VALUES)
 
 
 def _is_sparse(codecs: Sequence[Codec], counts: Sequence[int]) -> bool:

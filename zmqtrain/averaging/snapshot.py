@@ -101,7 +101,7 @@ def split_snapshot(snapshot: Snapshot, frames: Sequence[Buffer]) -> tuple[Sequen
     return frames[:parameters], frames[parameters:]
 
 
-def check_sizes(snapshot: Snapshot, model_bytes: int, sends_optimizer_state: bool) -> None:
+def check_snapshot_sizes(snapshot: Snapshot, model_bytes: int, sends_optimizer_state: bool) -> None:
     """Raise FramingError unless a snapshot announces a model of just that size, and a state within its bounds."""
     most_frames = FEW_FRAMES + (1 + OPTIMIZER_STATE_MODELS) * model_bytes // LEAST_FRAME_BYTES
     if len(snapshot.sizes) > most_frames:

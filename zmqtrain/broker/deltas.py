@@ -12,7 +12,7 @@ from typing import Any
 
 from zmqtrain.averaging.aggregator import Released
 from zmqtrain.averaging.gate import error_of, reason_of
-from zmqtrain.averaging.snapshot import check_sizes, split_snapshot
+from zmqtrain.averaging.snapshot import split_snapshot
 from zmqtrain.broker.checkpoint import Keeper
 from zmqtrain.broker.core import BrokerCore, EffectHandlers, MessageHandlers
 from zmqtrain.broker.snapshots import SnapshotService
@@ -31,7 +31,6 @@ from zmqtrain.protocol.effects import (
     Rewind,
     TakeBack,
 )
-from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.messages import Announcement, Publish, Snapshot
 from zmqtrain.session.codec_executor import spawn
 from zmqtrain.strategies.norms import Judgement
@@ -76,15 +75,13 @@ class PendingUploads:
     def _expect(self, expect: Expect) -> None:
         """Let a peer send what it has announced; an upload of an impossible size is refused before it is sent."""
         peer, announcement = expect.peer, expect.announcement
+        assert isinstance(announcement, Publish | Snapshot)
         try:
             if isinstance(announcement, Snapshot):
                 if self._hub.settings.shards == 1:  # of several each has a share
                     check_capacity(self._hub.model)
                 self._aggregator.plan(self._hub.model)
-                check_sizes(announcement, self._aggregator.snapshot_bound(), sends_optimizer_state(self._hub.settings))
-            else:
-                assert isinstance(announcement, Publish)
-                self._aggregator.check_sizes(announcement)
+            self._aggregator.check_sizes(announcement)
             self._core.downlink.uploads.expect(peer, announcement)
         except (FramingError, ConfigError) as error:
             reason = "size" if isinstance(error, FramingError) else "model"
@@ -154,7 +151,7 @@ class PendingUploads:
     def _rebase(self, rebase: Rebase) -> None:
         self._core.log.rebased(rebase.peers, rebase.why)
         if not rebase.why:
-            self._codec.do(self._aggregator.gate.rebase, rebase.peers)
+            self._codec.do(self._aggregator.gate.norms.rebase, rebase.peers)
 
 
 def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:

@@ -427,7 +427,9 @@ class Standby(_FirstSession):
                 f"this standby has no copy of the broker at {self.place.first} yet, and cannot take over: start that "
                 "again, with its checkpoint"
             )
-        self._aggregator.gate.open()  # the first's has seen the run's deltas, this one only what was made of them
+        self._aggregator.gate.is_open = (
+            True  # the first's has seen the run's deltas, this one only what was made of them
+        )
         books = {name: part for name, part in follower.books.items() if name not in NOT_OF_THE_HUB}
         for peer, incarnation in follower.electorate.items():
             if incarnation > self._hub.records.incarnation(peer):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import PeerId, Version
-from zmqtrain.monitor.records import Record, name_of, read_records
+from zmqtrain.monitor.records import Record, name_of, read_records, set_aside
 
 Key = tuple[PeerId, int]
 
@@ -49,17 +49,15 @@ class Audit:
 
     @property
     def unheard(self) -> int:
-        """Contributions that landed and whose nodes did not live to hear it."""
         return self.contributions - self.acknowledged
 
     @property
     def goodput(self) -> float:
-        """Samples in the shared parameters, of those that were computed; 0 if none were."""
+        """The share of the computed samples that is in the shared parameters; 0 if none were computed."""
         return self.samples / self.computed if self.computed else 0.0
 
     @property
     def verdict(self) -> str:
-        """The whole in one line."""
         if not self.faults:
             return f"exactly once: {self.acknowledged:,} acknowledged contributions in {self.releases:,} releases"
         return f"{len(self.faults)} faults; the first: {self.faults[0]}"
@@ -68,15 +66,9 @@ class Audit:
 def lives_of(path: Path) -> list[list[Record]]:
     """Return the records of each life that a node's record at `path` holds, the oldest first.
 
-    A recorder never overwrites a file: that of an earlier life has a number behind its name. One that was killed
-    before it said anything is left out. Raises ConfigError for a file that is no record.
+    One that was killed before it said anything is left out. Raises ConfigError for a file that is no record.
     """
-
-    def number(file: Path) -> int:
-        return int(file.name.removeprefix(path.name + "."))
-
-    earlier = [one for one in path.parent.glob(path.name + ".*") if one.name.removeprefix(path.name + ".").isdecimal()]
-    files = [*sorted(earlier, key=number), *([path] if path.exists() else [])]
+    files = [*(file for _, file in set_aside(path)), *([path] if path.exists() else [])]
     return [records for file in files if (records := read_records(file))]
 
 

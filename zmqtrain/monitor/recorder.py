@@ -16,15 +16,13 @@ from collections.abc import Mapping, Sequence
 from io import FileIO
 from math import nan
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, Buffer, PeerId, Update, Version
-from zmqtrain.monitor import records
-from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of
+from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of, record, release_facts, set_aside
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Schedule
 
@@ -47,15 +45,16 @@ class Recorder:
         self._lock = threading.RLock()
         self._held = bytearray()  # written, and not yet in the file
         try:
-            _set_aside(path)
+            if path.exists() and path.stat().st_size:
+                last = max((number for number, _ in set_aside(path)), default=0)
+                path.rename(path.with_name(f"{path.name}.{last + 1}"))
             self._file: FileIO | None = FileIO(path, "w")
         except OSError as error:
             raise ConfigError(f"cannot write {path} (--record): {error.strerror}") from error
 
-    @property
-    def seconds(self) -> float:
-        """How long ago the record began."""
-        return self._clock.monotonic() - self._began
+    def record(self, kind: str, /, **facts: Any) -> Record:
+        """Return a record of now."""
+        return record(kind, self._clock.monotonic() - self._began, **facts)
 
     def write(self, record: Record) -> None:
         """Write one record; after `close`, nothing happens."""
@@ -98,38 +97,32 @@ class Recorder:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 
 class BrokerRecorder(Recorder):
     """The record of a broker: a `BrokerEvents`."""
 
-    def __init__(self, path: Path, facts: Mapping[str, Any] | None = None, clock: Clock = time) -> None:
-        super().__init__(path, facts, clock)
-        self._averaged: Sequence[PeerId] = ()
+    _averaged: Sequence[PeerId] = ()
 
     def began(self, run: str, settings: RunSettings, version: Version) -> None:
-        """See BrokerEvents."""
-        self.write(records.run(self.seconds, run, settings.to_dict(), version, self.facts))
+        facts = {"run": run, "version": version, "settings": settings.to_dict()}
+        self.write(self.record("run", **{**facts, **self.facts}))
 
     def member(self, peer: PeerId, what: str, text: str) -> None:
-        """See BrokerEvents."""
-        self.write(records.membership(self.seconds, name_of(peer), what, peer, text))
+        self.write(self.record("membership", node=name_of(peer), what=what, peer=peer, text=text))
 
     def averaged(self, peers: Sequence[PeerId]) -> None:
-        """See BrokerEvents."""
         self._averaged = peers
 
     def founded(self, peer: PeerId) -> None:
-        """See BrokerEvents."""
-        self.write(records.founding(self.seconds, self._averaged or (peer,)))
+        peers = list(self._averaged or (peer,))
+        self.write(self.record("founding", nodes=[name_of(one) for one in peers], peers=peers))
 
     def scheduled(self, schedule: Schedule, text: str) -> None:
-        """See BrokerEvents."""
-        self.write(records.plan(self.seconds, schedule, text))
+        facts = ("every", "delay", "from_version", "codec", "broadcast_codec", "outer")
+        self.write(self.record("plan", **{name: getattr(schedule, name) for name in facts}, text=text))
 
     def released(
         self,
@@ -139,17 +132,13 @@ class BrokerRecorder(Recorder):
         frames: Sequence[Sequence[Buffer]],
         left_out: Sequence[Contribution] = (),
     ) -> None:
-        """See BrokerEvents."""
-        self.write(records.release(self.seconds, reduce, nodes, codec, frames, left_out))
+        self.write(self.record("release", **release_facts(reduce, nodes, codec, frames, left_out)))
 
     def evaluated(self, version: Version, samples: int, scores: Mapping[str, float]) -> None:
-        """See BrokerEvents."""
-        self.write(records.evaluation(self.seconds, version, samples, scores))
+        self.write(self.record("evaluation", version=version, samples=samples, **scores))
 
     def ended(self, figures: Mapping[str, Any], leaves: Sequence[Array]) -> None:
-        """See BrokerEvents."""
-        crc = crc_of_leaves(leaves) if leaves else None
-        self.write(records.run_end(self.seconds, {**figures, "crc": crc}))
+        self.write(self.record("run_end", **{**figures, "crc": crc_of_leaves(leaves) if leaves else None}))
 
 
 class NodeRecorder(Recorder):
@@ -162,93 +151,78 @@ class NodeRecorder(Recorder):
         self._of_step: list[Record] = []  # of the step that goes on
         self._step = self._samples = 0
         self._draining = False
-        self._unsaid: tuple[float, int, int, Any] | None = None  # the step whose loss may not be ready
+        self._unsaid: Record | None = None  # the step whose loss may not be ready
+
+    def record(self, kind: str, /, **facts: Any) -> Record:
+        """Return a record of now, with the node's name."""
+        return super().record(kind, node=self._name, **facts)
 
     def joining(self, peer: PeerId, run: str, settings: RunSettings, founded: bool, version: Version) -> None:
-        """See NodeEvents."""
         self._name, self._draining = name_of(peer), False
-        self.write(records.node(self.seconds, peer, run, settings.to_dict(), founded, self.facts, version))
+        program = {"program": settings.program, "program_arguments": settings.program_arguments}
+        facts = {"peer": peer, "run": run, "version": version, **program, "founded": founded}
+        self.write(self.record("node", **{**facts, **self.facts}))
 
     def began(self, unit: int) -> None:
-        """See NodeEvents."""
-        self.write(records.unit(self.seconds, self._name, unit))
+        self.write(self.record("unit", unit=unit))
 
     def offered(self, sequence: int, fragment: int, base_version: Version, dense: bool) -> None:
-        """See NodeEvents."""
         if dense:  # only who drains offers so
             self._say_step()
             self._write_held(True)
-        self._hold(records.offer(self.seconds, self._name, sequence, fragment, base_version, dense))
+        self._hold("offer", sequence=sequence, fragment=fragment, base_version=base_version, dense=dense)
 
     def encoded(self, sequence: int) -> None:
-        """See NodeEvents."""
         self._encoded = sequence
 
     def withdrawn(self, sequence: int, reason: str) -> None:
-        """See NodeEvents."""
-        self.write(records.withdrawal(self.seconds, self._name, sequence, self._encoded, reason))
+        self.write(self.record("withdrawal", sequence=sequence, encoded=self._encoded, reason=reason))
 
     def applied(self, update: Update) -> None:
-        """See NodeEvents."""
-        record = records.application(
-            self.seconds,
-            self._name,
-            update.version,
-            update.landed,
+        self._hold(
+            "application",
+            version=update.version,
+            landed=list(update.landed),
             snapshot=update.anchor is not None,
             reset=update.reset,
             keep=update.keep,
             moments=update.optimizer_state is not None,
         )
-        self._hold(record)
 
     def scheduled(self, every: int, delay: int, codec: str, broadcast_codec: str) -> None:
-        """See NodeEvents."""
-        self._hold(records.schedule(self.seconds, self._name, every, delay, codec, broadcast_codec))
+        self._hold("schedule", every=every, delay=delay, codec=codec, broadcast_codec=broadcast_codec)
 
     def paced(self, own: float, rates: Sequence[float]) -> None:
-        """See NodeEvents."""
-        self._hold(records.pace(self.seconds, self._name, own, rates))
+        self._hold("pace", own=own, rates=list(rates))
 
     def stepped(self, step: int, samples: int, loss: Any) -> None:
-        """See NodeEvents."""
         self._say_step()
         self._step, self._samples = step, samples
         self._write_held(False)
-        self._unsaid = (self.seconds, step, samples, loss)
+        self._unsaid = self.record("step", step=step, loss=loss, samples=samples)
 
     def ended(self, figures: Mapping[str, Any], leaves: Sequence[Array]) -> None:
         """Write how the training has ended. figures: steps, samples, ...; leaves: of the final parameters."""
         self.closed()
-        self.write(records.node_end(self.seconds, self._name, {**figures, "crc": crc_of_leaves(leaves)}))
+        self.write(self.record("node_end", **{**figures, "crc": crc_of_leaves(leaves)}))
 
     def closed(self) -> None:
-        """See NodeEvents."""
         self._say_step()
         self._write_held(True)
 
-    def _hold(self, record: Record) -> None:
-        self._of_step.append(record)
+    def _hold(self, kind: str, /, **facts: Any) -> None:
+        self._of_step.append(self.record(kind, **facts))
         if self._draining:
             self._write_held(True)
 
     def _write_held(self, draining: bool) -> None:
         self._draining = draining
-        for record in self._of_step:
-            self.write({**record, "step": self._step, "samples": self._samples, "draining": draining})
+        for one in self._of_step:
+            self.write({**one, "step": self._step, "samples": self._samples, "draining": draining})
         self._of_step.clear()
 
     def _say_step(self) -> None:
-        if self._unsaid is not None:
-            seconds, step, samples, loss = self._unsaid
-            self._unsaid = None
+        if (step := self._unsaid) is not None:
+            self._unsaid, loss = None, step["loss"]
             unknown = loss is None or getattr(loss, "is_deleted", lambda: False)()  # a loop may donate its buffers
-            self.write(records.step(seconds, self._name, step, nan if unknown else float(loss), samples))
-
-
-def _set_aside(path: Path) -> None:
-    """Give a record that is there under this name the next number behind it."""
-    if path.exists() and path.stat().st_size:
-        numbers = (one.name.removeprefix(path.name + ".") for one in path.parent.glob(path.name + ".*"))
-        last = max((int(number) for number in numbers if number.isdecimal()), default=0)
-        path.rename(path.with_name(f"{path.name}.{last + 1}"))
+            self.write({**step, "loss": nan if unknown else float(loss)})

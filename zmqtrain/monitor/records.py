@@ -1,7 +1,29 @@
 """The records of a run, one flat dict per event: for tables, plots and replays.
 
-    of the run    run  membership  founding  plan  release  evaluation  run_end         (a broker's, or the simulator's)
-    of a node     node  unit  step  schedule  pace  offer  withdrawal  application  node_end
+Besides "kind" and "seconds" a record has these keys; those of a node also have "node", its name:
+
+    run          run, version (that it was resumed at, -1: new), settings, and what else is known of the broker
+    membership   node, what ("joined", "left", "lost", "killed", "cut", "mended", or what went wrong); of a real run
+                 also peer, text (why)
+    founding     nodes, peers: whose parameters the run begins with, or whose mean, in this order
+    plan         another k, d, codec or outer optimizer from a version on: as in Schedule, and text (what they follow
+                 from)
+    release      see `release_facts`
+    evaluation   version, samples (in the shared model by then), and its scores on held-out data
+    run_end      version, samples, contributions, refused, and, as far as they are known, steps, dropped, bytes_up,
+                 bytes_down, the shared model's scores, and its crc
+
+    node         peer, run, version (of its checkpoint, -1: none), program, program_arguments, founded (the run has
+                 parameters, as far as the node knows), and what else is known
+    unit         unit: it begins to train on this data unit
+    step         step, loss (of the step's batch, before it), samples (in all its steps, if known); a real node writes
+                 it a step late, because nobody waits for a loss
+    schedule     every, delay, codec, broadcast_codec: it has come to the run's k, d and codecs of now
+    pace         own, rates: samples per second, its own and those of all live nodes, by which it planned an exchange
+    offer        sequence, fragment, base_version (what it had applied by then), dense
+    withdrawal   sequence, encoded (the last offer that was encoded as if this one might land), reason
+    application  version, landed (its own offers in it), snapshot, reset, keep, moments: as in Update
+    node_end     steps, samples, offers, ..., the crc of its parameters, its own scores
 
 Rule 1: times are seconds since the record began, of the run's own clock.  Rule 2: a record holds plain values only, so
 that a line of JSON is a record.  Rule 3: the simulator writes the same kinds and keys as a real run.
@@ -12,19 +34,22 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.types import Array, Buffer, PeerId, Version
+from zmqtrain.core.types import Array, Buffer, PeerId
 from zmqtrain.protocol.effects import Contribution, Reduce
-from zmqtrain.protocol.messages import Schedule
 
 Record = dict[str, Any]
-"""One record; its "kind" is the name of the function below that makes it."""
+
+
+def record(kind: str, seconds: float, /, **facts: Any) -> Record:
+    """Return one record; its keys are in the order of the facts."""
+    return {"kind": kind, "seconds": seconds, **facts}
 
 
 def name_of(peer: PeerId) -> str:
@@ -49,56 +74,20 @@ def crc_of_frames(frames: Sequence[Sequence[Buffer]]) -> int:
     return crc
 
 
-# ---------------------------------------------------------------------- of the run
-
-
-def run(seconds: float, name: str, settings: Mapping[str, Any], version: Version, facts: Mapping[str, Any]) -> Record:
-    """A broker has begun. version: that the run was resumed at, -1 for a new one; facts: what else is known."""
-    return {
-        "kind": "run", "seconds": seconds, "run": name, "version": version, "settings": dict(settings), **facts
-    }  # fmt: skip
-
-
-def membership(seconds: float, name: str, what: str, peer: PeerId | None = None, text: str = "") -> Record:
-    """Something happened to a node. what: "joined", "left", "lost", "killed", "cut", "mended", or what went wrong.
-
-    peer, text: of a real run: its id, and why.
-    """
-    record = {"kind": "membership", "seconds": seconds, "node": name, "what": what}
-    return record if peer is None else {**record, "peer": peer, "text": text}
-
-
-def founding(seconds: float, peers: Sequence[PeerId]) -> Record:
-    """The run has its first parameters: those of one node, or the mean of several, in this order."""
-    return {"kind": "founding", "seconds": seconds, "nodes": [name_of(peer) for peer in peers], "peers": list(peers)}
-
-
-def plan(seconds: float, schedule: Schedule, text: str) -> Record:
-    """Another k, d, codec or outer optimizer is announced, from a version on. text: what they follow from."""
-    return {
-        "kind": "plan", "seconds": seconds, "every": schedule.every, "delay": schedule.delay,
-        "from_version": schedule.from_version, "codec": schedule.codec, "broadcast_codec": schedule.broadcast_codec,
-        "outer": schedule.outer, "text": text,
-    }  # fmt: skip
-
-
-def release(
-    seconds: float,
+def release_facts(
     reduce: Reduce,
     live_nodes: int,
     codec: str = "",
     frames: Sequence[Sequence[Buffer]] = (),
     left_out: Sequence[Contribution] = (),
-) -> Record:
-    """An aggregate was released. live: nodes that the mean is over; nodes: nodes that were live.
+) -> dict[str, Any]:
+    """Return what the record of a release says. live: nodes that the mean is over; nodes: nodes that were live.
 
     contributions: in the order in which they were accumulated.  codec, frames: how the aggregate was coded, if that is
     to be told: "crc" is of the frames, per fragment.  left_out: contributions that the norm gate left out of the sum.
     """
     out = {(one.peer, one.sequence) for one in left_out}
-    record: Record = {
-        "kind": "release",
-        "seconds": seconds,
+    facts = {
         "version": reduce.version,
         "live": reduce.live,
         "nodes": live_nodes,
@@ -123,107 +112,17 @@ def release(
             for one in reduce.contributions
         ],
     }
-    return {**record, "codec": codec, "crc": crc_of_frames(frames)} if codec else record
-
-
-def evaluation(seconds: float, version: Version, samples: int, scores: Mapping[str, float]) -> Record:
-    """The shared model of `version` was scored on held-out data; samples: that are in the shared model by then."""
-    return {"kind": "evaluation", "seconds": seconds, "version": version, "samples": samples, **scores}
-
-
-def run_end(seconds: float, figures: Mapping[str, Any]) -> Record:
-    """The run is over. figures: version, samples, contributions, refused, and, as far as they are known, steps,
-    dropped, bytes_up, bytes_down, the shared model's scores, and its crc."""
-    return {"kind": "run_end", "seconds": seconds, **figures}
-
-
-# ---------------------------------------------------------------------- of a node
-
-
-def node(
-    seconds: float,
-    peer: PeerId,
-    run: str,
-    settings: Mapping[str, Any],
-    founded: bool,
-    facts: Mapping[str, Any],
-    version: Version = -1,
-) -> Record:
-    """A node joins a run: it trains the settings' program. founded: whether the run has parameters, as far as the node
-    knows; facts: what else is known; version: of the checkpoint that it goes on from, -1 for none."""
-    return {
-        "kind": "node", "seconds": seconds, "node": name_of(peer), "peer": peer, "run": run, "version": version,
-        "program": settings["program"], "program_arguments": settings["program_arguments"], "founded": founded, **facts,
-    }  # fmt: skip
-
-
-def unit(seconds: float, name: str, number: int) -> Record:
-    """A node begins to train on a data unit."""
-    return {"kind": "unit", "seconds": seconds, "node": name, "unit": number}
-
-
-def step(seconds: float, name: str, number: int, loss: float, samples: int = -1) -> Record:
-    """A node has made its `number`-th step. loss: of the step's batch, before it; samples: in all its steps, if known.
-
-    A real node writes it a step late: nobody waits for a loss.
-    """
-    record = {"kind": "step", "seconds": seconds, "node": name, "step": number, "loss": loss}
-    return {**record, "samples": samples} if samples >= 0 else record
-
-
-def schedule(seconds: float, name: str, every: int, delay: int, codec: str, broadcast_codec: str) -> Record:
-    """A node has come to the run's k, d and codecs of now (where something is auto)."""
-    return {
-        "kind": "schedule", "seconds": seconds, "node": name, "every": every, "delay": delay, "codec": codec,
-        "broadcast_codec": broadcast_codec,
-    }  # fmt: skip
-
-
-def pace(seconds: float, name: str, own: float, rates: Sequence[float]) -> Record:
-    """A node has planned its next exchange by how fast it and all live nodes are, in samples per second."""
-    return {"kind": "pace", "seconds": seconds, "node": name, "own": own, "rates": list(rates)}
-
-
-def offer(seconds: float, name: str, sequence: int, fragment: int, base_version: Version, dense: bool) -> Record:
-    """A node has offered what it has pending of a fragment; base_version: what it had applied by then."""
-    return {
-        "kind": "offer", "seconds": seconds, "node": name, "sequence": sequence, "fragment": fragment,
-        "base_version": base_version, "dense": dense,
-    }  # fmt: skip
-
-
-def withdrawal(seconds: float, name: str, sequence: int, encoded: int, reason: str) -> Record:
-    """An offer will not land. encoded: the last offer that was encoded as if it might."""
-    return {
-        "kind": "withdrawal", "seconds": seconds, "node": name, "sequence": sequence, "encoded": encoded,
-        "reason": reason,
-    }  # fmt: skip
-
-
-def application(
-    seconds: float,
-    name: str,
-    version: Version,
-    landed: Sequence[int],
-    *,
-    snapshot: bool = False,
-    reset: bool = False,
-    keep: bool = False,
-    moments: bool = False,
-) -> Record:
-    """A node has applied an aggregate, or a snapshot. landed: its own offers in it; the rest as in `Update`."""
-    return {
-        "kind": "application", "seconds": seconds, "node": name, "version": version, "landed": list(landed),
-        "snapshot": snapshot, "reset": reset, "keep": keep, "moments": moments,
-    }  # fmt: skip
-
-
-def node_end(seconds: float, name: str, figures: Mapping[str, Any]) -> Record:
-    """A node has ended by itself. figures: steps, samples, offers, ..., the crc of its parameters, its own scores."""
-    return {"kind": "node_end", "seconds": seconds, "node": name, **figures}
+    return {**facts, "codec": codec, "crc": crc_of_frames(frames)} if codec else facts
 
 
 # ---------------------------------------------------------------------- files
+
+
+def set_aside(path: Path) -> list[tuple[int, Path]]:
+    """Return the earlier records of this name, the oldest first: a recorder never overwrites a file, but gives it the
+    next number behind its name."""
+    endings = ((file.name.removeprefix(path.name + "."), file) for file in path.parent.glob(path.name + ".*"))
+    return sorted((int(number), file) for number, file in endings if number.isdecimal())
 
 
 def format_record(record: Record) -> str:
@@ -235,8 +134,7 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
     """Write one line of JSON a record; what is not finite is null. Raises ConfigError if that cannot be."""
     try:
         with path.open("w", encoding="utf-8") as file:
-            for record in records:
-                file.write(format_record(record))
+            file.writelines(map(format_record, records))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
@@ -254,14 +152,14 @@ def read_records(path: Path) -> list[Record]:
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            one = json.loads(line)
         except (ValueError, RecursionError):
             if number == len(lines) and (number > 1 or not text.endswith("\n")):  # its writer was killed
                 break
-            record = None
-        if not isinstance(record, dict) or "kind" not in record:
+            one = None
+        if not isinstance(one, dict) or "kind" not in one:
             raise ConfigError(f"{path}, line {number}: this is no record of a run")
-        records.append(record)
+        records.append(one)
     return records
 
 

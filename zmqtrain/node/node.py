@@ -16,9 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from zmqtrain.averaging.coder import DeltaCoder, Encoded, OnDevice
+from zmqtrain.averaging.coder import DeltaCoder, Encoded
 from zmqtrain.codecs.fast import LARGE_SLAB, kernels
 from zmqtrain.core.errors import (
     AggregateTimeout,
@@ -71,6 +71,9 @@ from zmqtrain.transport.address import say_addresses, say_unreachable
 from zmqtrain.transport.key_folder import Access
 from zmqtrain.transport.pacing import LinkShare
 from zmqtrain.transport.zmq_channels import DealerChannel
+
+if TYPE_CHECKING:
+    from zmqtrain.codecs.payload_jax import DeviceCoder
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +346,7 @@ class Node(NullListener):
         return self.codec.coder.layout
 
     @property
-    def device_coder(self) -> OnDevice | None:
+    def device_coder(self) -> DeviceCoder | None:
         """The coder that compresses on the device, and counts the bytes that leave it; None: the processor does."""
         return None if self.codec.coder is None else self.codec.coder.device
 

@@ -11,11 +11,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from zmqtrain.averaging.coder import DeltaCoder, Encoded, OnDevice, encode_snapshot, mean_score
+from zmqtrain.averaging.coder import DeltaCoder, Encoded, encode_snapshot, mean_score
 from zmqtrain.averaging.snapshot import digest_of, encode_optimizer_state
 from zmqtrain.core.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
@@ -24,6 +24,9 @@ from zmqtrain.node.inbox import Inbox
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.session.environment import clock
 from zmqtrain.session.events import NodeEvents
+
+if TYPE_CHECKING:
+    from zmqtrain.codecs.payload_jax import DeviceCoder
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +246,7 @@ class NodeCodec:
         exchanges = self._encoded - EXCHANGES_WARM
         return seconds / exchanges if exchanges > 0 else 0.0
 
-    def device_coder(self) -> OnDevice | None:
+    def device_coder(self) -> DeviceCoder | None:
         """Return the coder of jax's device if parameters live there, as far as can be known before the first offer."""
         jax = sys.modules.get("jax")  # without it no parameters are on a device, and a node need not import it
         if self._codec_on == "device" or (self._codec_on == "auto" and jax and jax.default_backend() != "cpu"):

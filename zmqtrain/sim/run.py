@@ -22,9 +22,8 @@ from zmqtrain.chaos.schedule import Fault
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, Buffer, PeerId, Version
-from zmqtrain.monitor import records
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
-from zmqtrain.monitor.records import Record
+from zmqtrain.monitor.records import Record, record, release_facts
 from zmqtrain.node.node import Node, NodeOptions
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
 from zmqtrain.protocol.effects import Contribution, Reduce
@@ -299,25 +298,25 @@ class _Simulation:
             self.watch(record)
 
     def _say_membership(self, node: str, what: str) -> None:
-        self._record(records.membership(self.scheduler.now, node, what))
+        self._record(record("membership", self.scheduler.now, node=node, what=what))
         if self.recorder is not None and what not in ("joined", "left"):
             self.recorder.member(self.peers[node], what, "")
 
     def _say_steps(self, waiting: list[Any]) -> None:
         """Record a step once its loss is there for sure: nobody waits for the device."""
         for seconds, node, number, loss in waiting:
-            self._record(records.step(seconds, node, number, float(loss)))
+            self._record(record("step", seconds, node=node, step=number, loss=float(loss)))
         waiting.clear()
 
     def _say_end(self, node: SimNode, result: TrainingResult) -> None:
-        self._record(records.node_end(self.scheduler.now, node.name, result.summary))
+        self._record(record("node_end", self.scheduler.now, node=node.name, **result.summary))
         if node.name in self.recorders:
             self.recorders[node.name].ended(result.summary, host_leaves(result.params))
         self._say_membership(node.name, "left")
 
     def released(self, reduce: Reduce, nodes: int) -> None:
         """The hub has made a version."""
-        self._record(records.release(self.scheduler.now, reduce, nodes))
+        self._record(record("release", self.scheduler.now, **release_facts(reduce, nodes)))
         every = self.scenario.evaluate_versions
         if every and reduce.version % every == 0:
             self._evaluate()
@@ -333,7 +332,7 @@ class _Simulation:
         if version != self._evaluated[0]:
             self._evaluated = (version, self.model.scores(self._published()))
         scores = self._evaluated[1]
-        self._record(records.evaluation(self.scheduler.now, version, self.hub.samples, scores))
+        self._record(record("evaluation", self.scheduler.now, version=version, samples=self.hub.samples, **scores))
         if self.recorder is not None:
             self.recorder.evaluated(version, self.hub.samples, scores)
         if scores.get("loss", inf) <= self.scenario.target_loss and self.target_seconds == inf:
@@ -356,7 +355,7 @@ class _Simulation:
             "bytes_up": sum(one.link.bytes_sent for one in self.processes if one.link is not None),
             "bytes_down": self.broker.downlink.bytes_sent,
         }
-        self._record(records.run_end(now, {**figures, "target_seconds": self.target_seconds, **scores}))
+        self._record(record("run_end", now, **{**figures, "target_seconds": self.target_seconds, **scores}))
         leaves = self._published()
         self.scores_at_end = scores
         return SimResult(
