@@ -28,7 +28,7 @@ from zmqtrain.core.errors import (
 )
 from zmqtrain.core.types import Lane, LeafSpec, Offer
 from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint
-from zmqtrain.node.node import Node, NodeOptions, RealNodeEnvironment
+from zmqtrain.node.node import Node, NodeOptions
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     Aggregate,
@@ -43,6 +43,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.peer import PeerState
+from zmqtrain.session.environment import RealEnvironment
 from zmqtrain.session.hub_session import HubSession
 
 MODEL = (LeafSpec("w", (10,), "float32"),)
@@ -62,7 +63,7 @@ def node(monkeypatch):
     monkeypatch.setattr(HubSession, "start", start)
     monkeypatch.setattr(HubSession, "call", lambda link, what: link._do(what))
     monkeypatch.setattr(HubSession, "_disconnect", lose(HubSession._disconnect))
-    made = Node(NodeOptions(peer="pc#1", name="pc", addresses=["tcp://hub:5555"]), RealNodeEnvironment(None))
+    made = Node(NodeOptions(peer="pc#1", name="pc", addresses=["tcp://hub:5555"]), RealEnvironment())
     made.start()
     yield made
     made._executor.close()
@@ -223,7 +224,7 @@ def test_scores_may_be_scalars_of_any_kind(node):
 def test_a_node_that_cannot_open_its_channel_leaves_no_thread(monkeypatch):
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="nowhere"):
-        Node(NodeOptions(peer="pc#1", name="pc", addresses=["nowhere"]), RealNodeEnvironment(None)).start()
+        Node(NodeOptions(peer="pc#1", name="pc", addresses=["nowhere"]), RealEnvironment()).start()
     assert set(threading.enumerate()) <= before
 
 

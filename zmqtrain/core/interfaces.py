@@ -99,6 +99,10 @@ class Environment(Dialer, Protocol):
         """Its time."""
 
     @property
+    def virtual(self) -> bool:
+        """Whether time is simulated: runs repeat exactly, so nothing that is measured may decide anything."""
+
+    @property
     def tick_seconds(self) -> float:
         """How often its sessions look at the time."""
 
@@ -110,6 +114,9 @@ class Environment(Dialer, Protocol):
 
     def event(self) -> threading.Event:
         """Return an event for threads to wait on."""
+
+    def condition(self) -> threading.Condition:
+        """Return a condition for threads to wait on."""
 
     def start(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> LoopThread:
         """Run a coroutine in a thread with an event loop of its own."""

@@ -20,12 +20,13 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.specs import require_kind
 from zmqtrain.core.types import PeerId, Version
 from zmqtrain.node.checkpoint import CheckpointOptions, SavedNode, read_saved
-from zmqtrain.node.node import Node, NodeOptions, RealNodeEnvironment
+from zmqtrain.node.node import Node, NodeOptions
 from zmqtrain.node.offers import CodecOn
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.plans import link_share
 from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import Promote, Stop
+from zmqtrain.session.environment import RealEnvironment
 from zmqtrain.session.events import NodeEvents
 from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.key_folder import Access, default_key_folder, find_access, find_hub_pair
@@ -175,7 +176,7 @@ class _Opener:
             incarnation=new_incarnation(0 if saved is None else saved.incarnation),
             keep=None if self.folder is None else CheckpointOptions(self.folder, self.checkpoint_every, saved),
         )  # fmt: skip
-        return _started(Node(options, RealNodeEnvironment(self.access)))
+        return _started(Node(options, RealEnvironment(self.access)))
 
     def open_with_checkpoint(self, named: str | None, timeout_seconds: float, new_run: bool) -> Node:
         """Open the node, going on from the folder's checkpoint if there is one."""
@@ -215,7 +216,7 @@ class _Opener:
             self.options, peer=_new_peer(self.options.name), addresses=(address,), observer=False, events=None,
             incarnation=new_incarnation(),
         )  # fmt: skip
-        return _started(Node(options, RealNodeEnvironment(self.access), first))
+        return _started(Node(options, RealEnvironment(self.access), first))
 
 
 def _new_peer(name: str) -> PeerId:
@@ -279,7 +280,7 @@ def _operator(name: str, address: str, order: Promote | Stop, server_key: GivenS
         peer=_new_peer(name), name=name, addresses=address.split(","), observer=True, order=order,
         incarnation=new_incarnation(),
     )  # fmt: skip
-    return _started(Node(options, RealNodeEnvironment(access)))
+    return _started(Node(options, RealEnvironment(access)))
 
 
 def new_incarnation(before: int = 0) -> int:

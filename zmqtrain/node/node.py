@@ -11,12 +11,10 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zmqtrain.averaging.coder import DeltaCoder, Encoded
 from zmqtrain.codecs.fast import LARGE_SLAB, kernels
@@ -30,7 +28,7 @@ from zmqtrain.core.errors import (
     NonFiniteDelta,
     ZmqTrainError,
 )
-from zmqtrain.core.interfaces import Channel, Clock, Layout, Population
+from zmqtrain.core.interfaces import Dialer, Layout, Population
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import (
     Array,
@@ -64,13 +62,11 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import Peer, PeerRole, PeerState
 from zmqtrain.session.connect_deadline import REFUSED_SECONDS
+from zmqtrain.session.environment import environment
 from zmqtrain.session.events import NodeEvents
 from zmqtrain.session.hub_session import HubSession, NullListener, Solitude
-from zmqtrain.session.mailbox import Worker
 from zmqtrain.transport.address import say_addresses, say_unreachable
-from zmqtrain.transport.key_folder import Access
 from zmqtrain.transport.pacing import LinkShare
-from zmqtrain.transport.zmq_channels import DealerChannel
 
 if TYPE_CHECKING:
     from zmqtrain.codecs.payload_jax import DeviceCoder
@@ -79,87 +75,6 @@ logger = logging.getLogger(__name__)
 
 SAY_WAITING_SECONDS = 2.0
 SAY_AGAIN_SECONDS = 5.0
-
-
-# ---------------------------------------------------------------------- the environment
-
-
-NodeLink = HubSession
-"""The connection of a node to its hub, with a thread of its own."""
-
-
-class Executor(Protocol):
-    """The codec thread of a node: does jobs in the order in which they were submitted."""
-
-    def submit(self, job: Callable[[], None], values: int = 0) -> bool:
-        """Give it a job; False if it has too many. values: how many the job codes (its cost in virtual time)."""
-
-    def exchange_seconds(self, measured: float, values: int) -> float:
-        """Return the seconds of one exchange. measured: CPU seconds; values: of the first fragment."""
-
-    def close(self) -> object:
-        """Let it finish what it has, and end it."""
-
-
-class NodeEnvironment(Protocol):
-    """The time, the threads and the connection of one node: real ones, or a simulation's.
-
-    virtual: time is simulated; runs repeat exactly, so nothing that is measured may decide anything.
-    """
-
-    clock: Clock
-    virtual: bool
-
-    def condition(self) -> threading.Condition:
-        """Return a condition on which the training thread can wait in this kind of time."""
-
-    def open_link(self, node: Node, share: LinkShare) -> NodeLink:
-        """Return the connection of this node, not started."""
-
-    def open_executor(self, node: Node) -> Executor:
-        """Return the codec thread of this node; `Node.on_codec_failed` takes the errors of its jobs."""
-
-    def make_coder(self, node: Node, model: ModelSpec) -> DeltaCoder:
-        """Return the coder of the deltas of this model."""
-
-
-class _CodecThread(Worker):
-    """The codec thread of a real node."""
-
-    def exchange_seconds(self, measured: float, values: int) -> float:
-        return measured
-
-
-class RealNodeEnvironment:
-    """Real time, threads and sockets. access: the keys with which the hub is reached."""
-
-    virtual = False
-
-    def __init__(self, access: Access) -> None:
-        self.clock: Clock = time
-        self._access = access
-
-    def condition(self) -> threading.Condition:
-        """See NodeEnvironment."""
-        return threading.Condition()
-
-    def open_link(self, node: Node, share: LinkShare) -> NodeLink:
-        """See NodeEnvironment."""
-        return HubSession(self, node.peer, node.options.addresses[0], node, share)
-
-    def dial(self, address: str, peer: PeerId) -> Channel:
-        """See Dialer."""
-        return DealerChannel.connect(address, peer=peer, access=self._access)
-
-    def open_executor(self, node: Node) -> Executor:
-        """See NodeEnvironment."""
-        return _CodecThread("zmqtrain-codec", 256, node.on_codec_failed)
-
-    def make_coder(self, node: Node, model: ModelSpec) -> DeltaCoder:
-        """See NodeEnvironment."""
-        if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
-            kernels(LARGE_SLAB)  # compiled now, once on a machine, and not in the first exchange
-        return DeltaCoder(model, node.settings, node.codec.device_coder(), node.shard)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,35 +100,33 @@ class NodeOptions:
     order: Promote | Stop | None = None
 
 
-# ---------------------------------------------------------------------- the node
-
-
 class Node(NullListener):
     """One node of a run: an `Exchange` for its training thread, and the `Listener` of its link.
 
-    first: the node at the first of several brokers, if this is the connection to another one.
+    dialer: reaches the hub.  first: the node at the first of several brokers, if this is the connection to another one.
     """
 
-    def __init__(self, options: NodeOptions, environment: NodeEnvironment, first: Node | None = None) -> None:
-        self.options, self.environment = options, environment
-        self.clock, self.name, self.peer_id = environment.clock, options.name, options.peer
+    def __init__(self, options: NodeOptions, dialer: Dialer, first: Node | None = None) -> None:
+        here = environment()
+        self.options, self.clock, self._virtual = options, here.clock, here.virtual
+        self.name, self.peer_id = options.name, options.peer
         self._events, self._is_first, share = options.events, first is None, options.share
         role: PeerRole = options.order or ("observer" if options.observer else "node")
         self.peer = Peer(
             options.peer, options.name, role, share.rate, share.share, options.exchange, options.incarnation,
             options.addresses,
         )  # fmt: skip
-        self._changed = environment.condition()
-        self.units = UnitQueue(options.peer, self, environment.condition(), self._events)
+        self._changed = here.condition()
+        self.units = UnitQueue(options.peer, self, here.condition(), self._events)
         """The data units that are dealt to this node."""
         self.idle: Callable[[], None] | None = None
         """Called in the training thread, now and then, while it waits for a data unit."""
-        self.progress: Progress = Progress(self.clock, environment.virtual) if first is None else first.progress
+        self.progress: Progress = Progress(self.clock, here.virtual) if first is None else first.progress
         self.restarts, self.offers, self.inbox = Restarts(), Offers(), Inbox()
         self.codec = NodeCodec(self, self.offers, self.inbox, self.restarts, options.codec_on, self._events)
         self._values: list[int] = []  # by fragment
-        self._executor = environment.open_executor(self)
-        self.link = environment.open_link(self, share)
+        self._executor = here.executor("zmqtrain-codec", 256, self.on_codec_failed)
+        self.link = HubSession(dialer, self.peer, options.addresses[0], self, share)
         self.checkpoint: NodeCheckpoint | None = None
         """See Keeps."""
         if options.keep is not None:
@@ -351,6 +264,11 @@ class Node(NullListener):
         return None if self.codec.coder is None else self.codec.coder.device
 
     @property
+    def exchange_seconds(self) -> float:
+        """The CPU seconds of the codec for one exchange; 0: not known yet."""
+        return self.codec.exchange_seconds
+
+    @property
     def waiting_for(self) -> str:
         """What this node is waiting for, in a few words; "" for nothing."""
         match self.peer.state:
@@ -376,7 +294,7 @@ class Node(NullListener):
 
     def statistics(self) -> ExchangeStatistics:
         """See Exchange. In virtual time the codec takes no time that could be measured."""
-        roster, measured = self.peer.roster, not self.environment.virtual
+        roster, measured = self.peer.roster, not self._virtual
         return ExchangeStatistics(
             version=self.offers.version,
             peers=len(roster.members) if roster else 0,
@@ -511,7 +429,7 @@ class Node(NullListener):
                 'both models to one, as DelayedSync(node, {"generator": g, "discriminator": d}), and to its `step` '
                 "too; or connect another node, to a broker of its own, for the second model"
             )
-        coder = self.environment.make_coder(self, model)
+        coder = self.make_coder(model)
         layout = coder.layout
         self._values = [sum(layout.counts(fragment)) for fragment in range(layout.fragments)]
         self.codec.coder, self._initial = coder, (leaves, optimizer_state)
@@ -523,6 +441,12 @@ class Node(NullListener):
             version = -1 if resuming is None else resuming.version
             self._events.joining(self.peer.peer, self.peer.run, self.settings, self.peer.founded, version)
         self.link.call(lambda: self.link.carry_out(self.peer.join(model, self.clock.monotonic(), score)))
+
+    def make_coder(self, model: ModelSpec) -> DeltaCoder:
+        """Return the coder of the deltas of this model."""
+        if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
+            kernels(LARGE_SLAB)  # compiled now, once on a machine, and not in the first exchange
+        return DeltaCoder(model, self.settings, self.codec.device_coder(), self.shard)
 
     def has_joined(self) -> bool:
         """Return whether the hub has answered; for a node that goes on from a checkpoint, whether it may."""
@@ -733,7 +657,7 @@ class Node(NullListener):
 
     def report_scores(self, scores: dict[str, float], version: Version) -> None:
         """See Exchange. A simulation scores the shared model itself."""
-        if self.environment.virtual:
+        if self._virtual:
             return
         scores = {name: float(score) for name, score in scores.items()}  # a program may give device or numpy scalars
         self.progress.scores, self.progress.score_version = scores, version
@@ -766,7 +690,7 @@ class Node(NullListener):
 
     def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
         """See Listener."""
-        if reason not in ("lost", "non-finite") and not self.environment.virtual:
+        if reason not in ("lost", "non-finite") and not self._virtual:
             why = f"{reason}: {text}"
             logger.warning("%s: the broker refused delta %d (%s); the next one holds it", self.name, sequence, why)
         self._withdrawals += 1
@@ -827,8 +751,8 @@ class Node(NullListener):
 
     def make_report(self) -> Report:
         """See Listener."""
-        seconds = self._executor.exchange_seconds(self.codec.exchange_seconds, self._values[0] if self._values else 0)
-        report = self.progress.report(self.link.bytes_sent, self.link.bytes_received, self.waiting_for, seconds)
+        sent, received = self.link.bytes_sent, self.link.bytes_received
+        report = self.progress.report(sent, received, self.waiting_for, self.exchange_seconds)
         return report if self._is_first else replace(report, scores=None, score_version=-1)
 
     def _request_units(self) -> None:

@@ -38,6 +38,7 @@ class RealEnvironment:
     """The real time, real threads, and ZeroMQ. access: this process's keys as a client of hubs; None: no keys."""
 
     clock: Clock = time
+    virtual = False
     tick_seconds = 0.05
 
     def __init__(self, access: Access | None = None) -> None:
@@ -54,6 +55,10 @@ class RealEnvironment:
     def event(self) -> threading.Event:
         """See Environment."""
         return threading.Event()
+
+    def condition(self) -> threading.Condition:
+        """See Environment."""
+        return threading.Condition()
 
     def start(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> LoopThread:
         """See Environment."""

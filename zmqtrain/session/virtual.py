@@ -335,6 +335,8 @@ class VirtualEnvironment:
     codec_seconds: the time of a job that encodes, decodes or adds so many values.
     """
 
+    virtual = True
+
     def __init__(self, clock: VirtualTime, network: dict[str, MemoryHub], tick_seconds: float = 0.05) -> None:
         self.clock, self.network, self.tick_seconds = clock, network, tick_seconds
         self.codec_seconds: Callable[[int], float] = lambda values: 0.0
@@ -352,6 +354,10 @@ class VirtualEnvironment:
     def event(self) -> threading.Event:
         """See Environment."""
         return VirtualEvent(self.clock)
+
+    def condition(self) -> threading.Condition:
+        """See Environment."""
+        return VirtualCondition(self.clock)
 
     def start(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> LoopThread:
         """See Environment."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zmqtrain.averaging.coder import DeltaCoder
-from zmqtrain.core.errors import NonFiniteDelta
-from zmqtrain.core.interfaces import Channel, Clock
+from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, Buffer, ModelSpec, PeerId
-from zmqtrain.node.node import Executor, Node, NodeLink
+from zmqtrain.node.node import Node, NodeOptions
 from zmqtrain.planning.costs import ExchangeCosts, Place, exchange_costs
 from zmqtrain.planning.schedule import exchange_bytes, model_of
-from zmqtrain.session.hub_session import HubSession
-from zmqtrain.session.virtual import VirtualCondition, VirtualEnvironment, VirtualThread
+from zmqtrain.session.virtual import VirtualEnvironment, VirtualThread
 from zmqtrain.sim.faults import FrameNoise
 from zmqtrain.sim.scenario import Scenario
 from zmqtrain.transport.memory import LinkModel, MemoryHub
@@ -108,35 +105,12 @@ class _SharedCoder(DeltaCoder):
 
 
 class NodeProcess:
-    """One simulated node process: a `NodeEnvironment`.
+    """One simulated node process: the `Dialer` of its node. noise: on its connection."""
 
-    decoded: shared by the nodes of a simulation: the aggregates decoded recently.  noise: on its connection.
-    """
-
-    virtual = True
-
-    def __init__(
-        self,
-        process: VirtualEnvironment,
-        hub: MemoryHub,
-        times: CodecTimes,
-        decoded: OrderedDict[Any, Any],
-        noise: FrameNoise | None,
-    ) -> None:
-        self.clock: Clock = process.clock
-        self._process, self._hub, self._times, self._decoded = process, hub, times, decoded
-        self._noise = noise
-        self.link: HubSession | None = None
+    def __init__(self, process: VirtualEnvironment, hub: MemoryHub, noise: FrameNoise | None) -> None:
+        self.environment, self._hub, self._noise = process, hub, noise
+        self.node: SimulatedNode | None = None
         self.thread: VirtualThread | None = None
-
-    def condition(self) -> threading.Condition:
-        """See NodeEnvironment."""
-        return VirtualCondition(self._process.clock)
-
-    def open_link(self, node: Node, share: LinkShare) -> NodeLink:
-        """See NodeEnvironment."""
-        self.link = HubSession(self, node.peer, ADDRESS, node, share)
-        return self.link
 
     def dial(self, address: str, peer: PeerId) -> Channel:
         """See Dialer."""
@@ -144,63 +118,50 @@ class NodeProcess:
         channel.noise = self._noise
         return channel
 
-    def open_executor(self, node: Node) -> Executor:
-        """See NodeEnvironment."""
-        executor = _NodeExecutor(self._process, self._times, node)
-        self._process.codec_seconds = executor.seconds_of
-        return executor
-
-    def make_coder(self, node: Node, model: ModelSpec) -> DeltaCoder:
-        """See NodeEnvironment."""
-        return _SharedCoder(model, node.settings, self._decoded)
-
     def begin(self, name: str, body: Callable[[], None], at: float) -> None:
         """Have its training thread begin at a time."""
-        self.thread = self._process.begin(name, body, at)
+        self.thread = self.environment.begin(name, body, at)
 
     def welcomed(self, settings: RunSettings) -> None:
         """Tick less often than a real session, where the run's heartbeat allows it, because ticks cost real time."""
-        self._process.tick_seconds = min(0.25, max(self._process.tick_seconds, settings.heartbeat_seconds / 4))
+        self.environment.tick_seconds = min(0.25, max(self.environment.tick_seconds, settings.heartbeat_seconds / 4))
 
     def kill(self) -> bool:
         """End all its threads where they stand; return whether it still lived."""
         assert self.thread is not None
         if self.thread.ended:
             return False
-        self._process.clock.kill(self.thread)
-        self._process.kill()
+        self.environment.clock.kill(self.thread)
+        self.environment.kill()
         return True
 
 
-class _NodeExecutor:
-    """The codec thread of a simulated node."""
+class SimulatedNode(Node):
+    """A node whose codec takes modelled time.
 
-    def __init__(self, process: VirtualEnvironment, times: CodecTimes, node: Node) -> None:
-        self._times, self._node = times, node
-        self._executor = process.executor("zmqtrain-codec", 256, self._failed)
+    decoded: shared by the nodes of a simulation: the aggregates decoded recently.
+    """
 
-    def submit(self, job: Callable[[], None], values: int = 0) -> bool:
-        """See Executor."""
-        return self._executor.submit(job, values)
+    def __init__(
+        self, options: NodeOptions, process: NodeProcess, times: CodecTimes, decoded: OrderedDict[Any, Any]
+    ) -> None:
+        super().__init__(options, process)
+        self._times, self._decoded = times, decoded
+        process.node, process.environment.codec_seconds = self, self._seconds_of
 
-    def exchange_seconds(self, measured: float, values: int) -> float:
-        """See Executor: an offer and an aggregate, each of one fragment."""
-        return 2 * self.seconds_of(values)
+    def make_coder(self, model: ModelSpec) -> DeltaCoder:
+        """See Node."""
+        return _SharedCoder(model, self.settings, self._decoded)
 
-    def close(self) -> object:
-        """See Executor."""
-        return self._executor.close()
+    @property
+    def exchange_seconds(self) -> float:
+        """See Node: of an offer and an aggregate, each of one fragment."""
+        return 2 * self._seconds_of(self._values[0] if self._values else 0)
 
-    def _failed(self, error: BaseException) -> None:
-        if isinstance(error, NonFiniteDelta):
-            self._node.on_failed(error)
-        else:
-            self._node.on_codec_failed(error)
-
-    def seconds_of(self, values: int) -> float:
+    def _seconds_of(self, values: int) -> float:
         """Return the time of a job that codes so many values."""
-        timetable = self._node.peer.timetable
-        settings = self._node.settings.at_first if timetable is None else timetable.at(self._node.offers.version)
+        timetable = self.peer.timetable
+        settings = self.settings.at_first if timetable is None else timetable.at(self.offers.version)
         return self._times.of_node(values, settings)
 
 

@@ -31,7 +31,7 @@ from zmqtrain.protocol.messages import Schedule
 from zmqtrain.session.environment import enter
 from zmqtrain.session.virtual import VirtualEnvironment, VirtualTime
 from zmqtrain.sim.faults import NOISE_KINDS, RESTART_SECONDS, FrameNoise
-from zmqtrain.sim.process import CodecTimes, KnownRate, NodeProcess, hub_process, port_rate
+from zmqtrain.sim.process import ADDRESS, CodecTimes, KnownRate, NodeProcess, SimulatedNode, hub_process, port_rate
 from zmqtrain.sim.program import NodeProgram, SharedModel
 from zmqtrain.sim.scenario import SPOILT, Scenario, SimNode
 from zmqtrain.train.leaves import host_leaves
@@ -220,14 +220,18 @@ class _Simulation:
             recorder = NodeRecorder(self.folder / f"{node.name}.jsonl", spoilt, scheduler)
             self.recorders[node.name] = recorder
         environment = VirtualEnvironment(scheduler, self.process.network)
-        process = NodeProcess(environment, self.channel, self.times, self._decoded, noise)
+        process = NodeProcess(environment, self.channel, noise)
         options = NodeOptions(
-            peer=peer, name=node.name, codec_on="host", events=recorder,
+            peer=peer, name=node.name, addresses=(ADDRESS,), codec_on="host", events=recorder,
             share=KnownRate(port_rate(self.scenario.link)), incarnation=1,
         )  # fmt: skip
         self.processes.append(process)
         self.peers[node.name] = peer
-        process.begin(node.name, lambda: self._train(node, Node(options, process), process, life), node.joins_at)
+
+        def train() -> None:
+            self._train(node, SimulatedNode(options, process, self.times, self._decoded), process, life)
+
+        process.begin(node.name, train, node.joins_at)
 
         def kill() -> bool:
             lived = process.kill()
@@ -352,7 +356,7 @@ class _Simulation:
             "steps": sum(self.steps.values()),
             "contributions": hub.contributions,
             "refused": hub.refused,
-            "bytes_up": sum(one.link.bytes_sent for one in self.processes if one.link is not None),
+            "bytes_up": sum(one.node.link.bytes_sent for one in self.processes if one.node is not None),
             "bytes_down": self.broker.downlink.bytes_sent,
         }
         self._record(record("run_end", now, **{**figures, "target_seconds": self.target_seconds, **scores}))
