@@ -68,9 +68,11 @@ class Hub:
         return Update(len(self.published) - 1, {}, {}, anchor=anchor)
 
 
-def opener(open_line):
-    """An opener of connections: a function of their address."""
-    return SimpleNamespace(open_line=lambda address, first: open_line(address))
+def sharded(first, open_line):
+    """A node whose connections to the other brokers are the test's; open_line: a function of their address."""
+    node = ShardedNode(first, None, 1.0)
+    node.open_line = open_line
+    return node
 
 
 class FakeLine(Stated):
@@ -212,7 +214,7 @@ class Federation:
     def add(self):
         first = FakeLine(self.hubs[0], True, self.hubs)
         lines = {hub.shard: FakeLine(hub, False, self.hubs) for hub in self.hubs[1:]}
-        node = ShardedNode(first, opener(lambda address: lines[int(address.rpartition(":")[2])]), 1.0)
+        node = sharded(first, lambda address: lines[int(address.rpartition(":")[2])])
         self.nodes.append(node)
         self.syncs.append(DelayedSync(node, tree(float(len(self.nodes)))))
         self.params.append(self.syncs[-1].params)
@@ -379,9 +381,9 @@ def test_a_founder_whose_successor_was_faster_waits_for_the_firsts_word():
 
     second.begin_join = second.peek = refused
     first.peek, first.wanted = look, True
-    node = ShardedNode(first, opener(lambda address: second), 1.0)
-    assert not node._lines.found_others((LeafSpec("a", (3, 4096), "float32"),), [])
-    assert second.closed and next(looks, None) is None and [*node._lines] == [first]
+    node = sharded(first, lambda address: second)
+    assert not node.found_others((LeafSpec("a", (3, 4096), "float32"),), [])
+    assert second.closed and next(looks, None) is None and node._lines == [first]
 
 
 def test_a_broker_of_another_run_at_a_shards_address_is_not_taken_for_it():
@@ -389,6 +391,6 @@ def test_a_broker_of_another_run_at_a_shards_address_is_not_taken_for_it():
     hubs = [Hub(run, 0), Hub(run, 1)]
     stranger = FakeLine(hubs[1], False, hubs)
     stranger.run = "run-2"
-    node = ShardedNode(FakeLine(hubs[0], True, hubs), opener(lambda address: stranger), 1.0)
+    node = sharded(FakeLine(hubs[0], True, hubs), lambda address: stranger)
     with pytest.raises(JoinRefused, match="has shard 1 of run-2"):
         DelayedSync(node, tree())

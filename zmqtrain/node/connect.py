@@ -6,25 +6,22 @@ A node that is refused leaves nothing behind: no thread and no locked folder.
 from __future__ import annotations
 
 import atexit
-import secrets
 import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 from zmqtrain.checkpoint.folder import CheckpointFolder, every_from_text
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
+from zmqtrain.core.interfaces import Dialer
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.specs import require_kind
-from zmqtrain.core.types import PeerId, Version
-from zmqtrain.node.checkpoint import CheckpointOptions, SavedNode, read_saved
-from zmqtrain.node.node import Node, NodeOptions
+from zmqtrain.core.types import Version
+from zmqtrain.node.checkpoint import CheckpointOptions, read_saved
+from zmqtrain.node.node import Node, NodeOptions, open_node
 from zmqtrain.node.offers import CodecOn
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.plans import link_share
-from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import Promote, Stop
 from zmqtrain.session.environment import RealEnvironment
 from zmqtrain.session.events import NodeEvents
@@ -93,11 +90,14 @@ def connect(
         raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else NO_CHECKPOINT_OF_OBSERVERS)
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
     options = NodeOptions(
-        peer=PeerId(""), name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events,
-        share=given, exchange=exchange,
+        name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events, share=given,
+        exchange=exchange, keep=None if folder is None else CheckpointOptions(folder, checkpoint_every),
     )  # fmt: skip
-    opener = _Opener(options, access, folder, checkpoint_every)
-    node = opener.open_with_checkpoint(named, timeout_seconds, new_run) if folder is not None else opener.open()
+    dialer = RealEnvironment(access)
+    if folder is None:
+        node = open_node(options, dialer)
+    else:
+        node = _open_with_checkpoint(options, dialer, named, timeout_seconds, new_run)
     atexit.register(node.close)
     try:
         settings = node.wait_welcome(timeout_seconds)
@@ -109,7 +109,7 @@ def connect(
         raise
     if settings.shards == 1 or observer:
         return node
-    several = ShardedNode(node, opener, timeout_seconds)
+    several = ShardedNode(node, dialer, timeout_seconds)
     atexit.register(several.close)
     return several
 
@@ -159,73 +159,38 @@ def _check_shards(node: Node, settings: RunSettings, limited: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Opener:
-    """Opens the connections of one node: to the first broker, and to others. options: without a peer id."""
-
-    options: NodeOptions
-    access: Access
-    folder: CheckpointFolder | None
-    checkpoint_every: str
-
-    def open(self, saved: SavedNode | None = None) -> Node:
-        """Open the node, as the one that this checkpoint is of."""
-        peer = _new_peer(self.options.name) if saved is None else saved.peer
-        options = replace(
-            self.options, peer=peer, name=peer.rpartition("#")[0],
-            incarnation=new_incarnation(0 if saved is None else saved.incarnation),
-            keep=None if self.folder is None else CheckpointOptions(self.folder, self.checkpoint_every, saved),
-        )  # fmt: skip
-        return _started(Node(options, RealEnvironment(self.access)))
-
-    def open_with_checkpoint(self, named: str | None, timeout_seconds: float, new_run: bool) -> Node:
-        """Open the node, going on from the folder's checkpoint if there is one."""
-        folder = self.folder
-        assert folder is not None
-        try:
-            folder.lock()
-            saved = read_saved(folder)
-            if saved is not None and named and (former := saved.peer.rpartition("#")[0]) != named:
-                raise ConfigError(
-                    f"the checkpoint in {folder.folder} is of the node {former}, not of {named}: leave the name out to "
-                    "go on as that one (on one PC only), or name another folder"
-                )
-            node = self.open(saved)
-        except BaseException:
-            folder.close()
-            raise
-        try:
-            if saved is None or node.wait_hub_of_checkpoint(timeout_seconds, new_run):
-                return node
-        except BaseException:
-            node.close()
-            raise
-        node.close()
+def _open_with_checkpoint(
+    options: NodeOptions, dialer: Dialer, named: str | None, timeout_seconds: float, new_run: bool
+) -> Node:
+    """Open the node, going on from the folder's checkpoint if there is one."""
+    assert options.keep is not None
+    folder = options.keep.folder
+    try:
         folder.lock()
-        try:
-            folder.set_all_aside()
-            return self.open()
-        except BaseException:
-            folder.close()
-            raise
-
-    def open_line(self, address: str, first: Node) -> Node:
-        """Open the connection to another broker; see `ShardedNode`."""
-        # a new id: the broker's state of an earlier connection does not apply to this one
-        options = replace(
-            self.options, peer=_new_peer(self.options.name), addresses=(address,), observer=False, events=None,
-            incarnation=new_incarnation(),
-        )  # fmt: skip
-        return _started(Node(options, RealEnvironment(self.access), first))
-
-
-def _new_peer(name: str) -> PeerId:
-    return PeerId(f"{name}#{secrets.token_hex(4)}")
-
-
-def _started(node: Node) -> Node:
-    node.start()
-    return node
+        saved = read_saved(folder)
+        if saved is not None and named and (former := saved.peer.rpartition("#")[0]) != named:
+            raise ConfigError(
+                f"the checkpoint in {folder.folder} is of the node {former}, not of {named}: leave the name out to "
+                "go on as that one (on one PC only), or name another folder"
+            )
+        node = open_node(options, dialer, saved)
+    except BaseException:
+        folder.close()
+        raise
+    try:
+        if saved is None or node.wait_hub_of_checkpoint(timeout_seconds, new_run):
+            return node
+    except BaseException:
+        node.close()
+        raise
+    node.close()
+    folder.lock()
+    try:
+        folder.set_all_aside()
+        return open_node(options, dialer)
+    except BaseException:
+        folder.close()
+        raise
 
 
 def promote(
@@ -276,16 +241,5 @@ def _operator(name: str, address: str, order: Promote | Stop, server_key: GivenS
         server_key = pair.public
     found = None if pair or server_key else find_hub_pair(default_key_folder())
     access = found or Access(read_credentials(server_key, pair))
-    options = NodeOptions(
-        peer=_new_peer(name), name=name, addresses=address.split(","), observer=True, order=order,
-        incarnation=new_incarnation(),
-    )  # fmt: skip
-    return _started(Node(options, RealEnvironment(access)))
-
-
-def new_incarnation(before: int = 0) -> int:
-    """Return the incarnation above which this process begins to say Hello.
-
-    before: `Peer.incarnation` of the process that it continues, as that saved it.
-    """
-    return begin_incarnation(before, time.time_ns(), secrets.randbits(20))
+    options = NodeOptions(name=name, addresses=address.split(","), observer=True, order=order)
+    return open_node(options, RealEnvironment(access))

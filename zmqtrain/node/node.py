@@ -11,6 +11,8 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,12 +45,13 @@ from zmqtrain.core.types import (
     Update,
     Version,
 )
-from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint
+from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint, SavedNode
 from zmqtrain.node.inbox import Inbox
 from zmqtrain.node.offers import CodecOn, NodeCodec, Offers, Restarts, codec_failure
 from zmqtrain.node.progress import Progress, paces
 from zmqtrain.node.units import Batch, Source, UnitQueue
 from zmqtrain.protocol.effects import Deliver
+from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import (
     Aggregate,
     Promote,
@@ -73,6 +76,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NO_PEER = PeerId("")
 SAY_WAITING_SECONDS = 2.0
 SAY_AGAIN_SECONDS = 5.0
 
@@ -84,11 +88,11 @@ class NodeOptions:
     peer: the id under which it connects.  addresses: of the broker, tried in turn.  codec_on: where deltas are
     encoded.  events: recorder of what happens here.  share: what training may use of this machine's port.  exchange:
     the name of its synchronous exchange, see `connect`.  incarnation: above which this process begins
-    (`new_incarnation`); 0: the node is not fenced.  keep: its checkpoints.  order: of an operator for the broker.
+    (`begin_incarnation`); 0: the node is not fenced.  keep: its checkpoints.  order: of an operator for the broker.
     """
 
-    peer: PeerId
     name: str
+    peer: PeerId = NO_PEER
     addresses: Sequence[str] = ()
     observer: bool = False
     codec_on: CodecOn = "auto"
@@ -787,3 +791,18 @@ class Node(NullListener):
         """Compile for one fragment, then for the next ones, after the jobs that have come meanwhile."""
         if self.codec.warm_up(fragment):
             self.in_codec(lambda: self._warm_up(fragment + 1))
+
+
+def open_node(options: NodeOptions, dialer: Dialer, saved: SavedNode | None = None, first: Node | None = None) -> Node:
+    """Start a node with an id of its own, or go on as the one that this checkpoint is of. Raises what `start` does.
+
+    first: as of `Node`.
+    """
+    keep = None if options.keep is None else replace(options.keep, saved=saved)
+    peer = PeerId(f"{options.name}#{secrets.token_hex(4)}") if saved is None else saved.peer
+    before = 0 if saved is None else saved.incarnation
+    incarnation = begin_incarnation(before, time.time_ns(), secrets.randbits(20))
+    options = replace(options, peer=peer, name=peer.rpartition("#")[0], incarnation=incarnation, keep=keep)
+    node = Node(options, dialer, first)
+    node.start()
+    return node

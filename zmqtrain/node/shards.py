@@ -14,13 +14,13 @@ import atexit
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from zmqtrain.codecs.fragment import WholeLayout
 from zmqtrain.core.errors import HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
-from zmqtrain.core.interfaces import Layout, Population
+from zmqtrain.core.interfaces import Dialer, Layout, Population
 from zmqtrain.core.types import (
     Array,
     Counts,
@@ -28,12 +28,9 @@ from zmqtrain.core.types import (
     ExchangeStatistics,
     ModelSpec,
     Part,
-    StepSchedule,
     Update,
-    Version,
 )
-from zmqtrain.node.node import Node
-from zmqtrain.node.units import Batch, Source
+from zmqtrain.node.node import Node, open_node
 from zmqtrain.protocol.members import name_missing
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.hub_session import Solitude
@@ -45,198 +42,37 @@ LOOK_SECONDS = 0.01
 SAY_AGAIN_SECONDS = 5.0
 
 
-class LineOpener(Protocol):
-    """Opens connections to other brokers than the first."""
-
-    def open_line(self, address: str, first: Node) -> Node:
-        """Return the started node at this address; first: the same node at the first broker."""
-
-
-class Lines:
-    """The connections of one node, in the order of the shards. others: all but the first, once the node joins."""
-
-    def __init__(self, first: Node, opener: LineOpener, wait_seconds: float) -> None:
-        self._first, self._opener, self._wait_seconds = first, opener, wait_seconds
-        self._count = first.settings.shards
-        self.others: list[Node] = []
-        first.answers_later = True
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter((self._first, *self.others))
-
-    def __getitem__(self, shard: int) -> Node:
-        return (self._first, *self.others)[shard]
-
-    @property
-    def waiting_for(self) -> str:
-        """What the node is waiting for, in a few words; "" for nothing."""
-        if not self.others and not self._first.has_joined() and (missing := name_missing(self._first.shards)):
-            return missing
-        return next((line.waiting_for for line in self if line.waiting_for), "")
-
-    def follow_moved(self) -> None:
-        """Connect to lost brokers at the addresses that the first broker gives for them now."""
-        for shard, line in enumerate(self.others, 1):
-            if not line.live and self._address(shard) not in ("", line.address):
-                line.link.move(self._address(shard))
-
-    def join(
-        self, model: ModelSpec, leaves: Sequence[Any], score: float, optimizer_state: Sequence[Any]
-    ) -> Update | None:
-        """Join at all brokers; see `ShardedNode.join`."""
-        self._first.begin_join(model, leaves, score=score, optimizer_state=optimizer_state)
-        while True:
-            self._until(lambda: self._first.has_joined() or self._first.wanted, lambda: self.waiting_for)
-            if self._first.has_joined():
-                break
-            self._leave_others()
-            if self.found_others(model, leaves):
-                self._first.lend(leaves, optimizer_state)
-        update = self._first.end_join()
-        if update is None and self.others:
-            return None
-        self._leave_others()  # their parameters are not the run's
-        return self._join_others(model, update)
-
-    def found_others(self, model: ModelSpec, leaves: Sequence[Any]) -> bool:
-        """Give the others their shards of this node's parameters; False if the first no longer asks for that."""
-        number = self._first.peer.founding
-
-        def obsolete() -> bool:
-            return not (self._first.wanted and self._first.peer.founding == number)
-
-        try:
-            for shard in range(1, self._count):
-                if (line := self._open(shard, obsolete)) is None:
-                    break
-                line.peer.founding = number
-                line.begin_join(model, leaves)
-            for line in self.others:
-                self._until(lambda line=line: line.has_joined() or obsolete(), lambda line=line: line.waiting_for)  # type: ignore[misc]
-        except JoinRefused as error:
-            # another node was asked, and may have answered before the loss of the first is seen here
-            self._leave_others()
-            if error.reason != "founding" or not self._wait(obsolete, 2 * self._first.settings.lost_seconds):
-                raise
-            return False
-        if obsolete():
-            self._leave_others()
-            return False
-        for line in self.others:
-            line.end_join()
-            line.peer.founding = 0
-        return True
-
-    def _join_others(self, model: ModelSpec, update: Update | None) -> Update:
-        anchor: list[Part] = []
-        version = -1
-        if update is not None:
-            anchor, version = [*(update.anchor or ())], update.version
-        for shard in range(1, self._count):
-            line = self._open(shard, lambda: False)
-            assert line is not None
-            line.begin_join(model, ())
-        for line in self.others:
-            self._until(line.has_joined, lambda line=line: line.waiting_for)  # type: ignore[misc]
-            theirs = line.end_join()
-            if theirs is None or theirs.anchor is None:
-                raise ZmqTrainError(
-                    f"the broker at {line.address} sent no parameters of its shard: start this node again"
-                )
-            anchor += theirs.anchor
-        return Update(version, {}, {}, anchor=anchor)
-
-    def _open(self, shard: int, obsolete: Callable[[], bool]) -> Node | None:
-        """Connect to a broker, once the first says where it is; None if that has become obsolete."""
-        self._until(lambda: bool(self._address(shard)) or obsolete(), lambda: name_missing(self._first.shards))
-        if obsolete():
-            return None
-        address = self._address(shard)
-        line = self._opener.open_line(address, self._first)
-        self.others.append(line)
-        try:
-            line.wait_welcome(self._wait_seconds)
-        except HubUnreachable:
-            if self._address(shard) == address:
-                raise HubUnreachable(
-                    f"the broker of shard {shard} is at {address}, says the first, and does not answer from here "
-                    f"(waited {self._wait_seconds:g} s). If other PCs reach it at another address, start it with "
-                    "--address tcp://HOST:PORT; and its firewall must let that port in",
-                    address,
-                ) from None
-            self.others.pop().close()  # it has gone meanwhile, or come back elsewhere
-            return self._open(shard, obsolete)
-        if (line.run, line.shard) != (self._first.run, shard):
-            raise JoinRefused(
-                f"the first broker, at {self._first.address}, says that shard {shard} of {self._first.run} is at "
-                f"{line.address}; the broker there has shard {line.shard} of {line.run}. Was another broker started at "
-                "that address? Start the broker of the shard again",
-                "shard",
-            )
-        return line
-
-    def _address(self, shard: int) -> str:
-        shards = self._first.shards
-        return shards[shard] if shard < len(shards) else ""
-
-    def _leave_others(self) -> None:
-        others, self.others = self.others, []
-        for line in others:
-            line.close("another node founds the run")
-
-    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until the condition holds, for so long; raise the failure of a connection."""
-        until = self._first.clock.monotonic() + seconds
-        while not condition():
-            for line in self:
-                line.peek()
-            if self._first.clock.monotonic() >= until:
-                return False
-            self._first.clock.sleep(LOOK_SECONDS)
-        return True
-
-    def _until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
-        waited = 0.0
-        while not self._wait(condition, SAY_AGAIN_SECONDS):
-            waited += SAY_AGAIN_SECONDS
-            logger.info("%s has waited %.0f s for %s", self._first.name, waited, what() or "the first broker")
-
-
 class ShardedNode:
     """One node of a run of several brokers: an `Exchange`, with all that a `Node` has for its user.
 
-    first: the node at the first broker, welcomed.  wait_seconds: how long each other broker may take to answer.
+    first: the node at the first broker, welcomed.  dialer: reaches the others.  wait_seconds: how long each of these
+    may take to answer.
     """
 
-    def __init__(self, first: Node, opener: LineOpener, wait_seconds: float) -> None:
-        self._first, self._lines = first, Lines(first, opener, wait_seconds)
+    def __init__(self, first: Node, dialer: Dialer, wait_seconds: float) -> None:
+        self._first, self._dialer, self._wait_seconds = first, dialer, wait_seconds
+        self._lines = [first]  # by shard; the others once the node joins
         self.clock, self.name, self.settings, self.peer_id = first.clock, first.name, first.settings, first.peer_id
         self.population: Population | None = None
         """See Exchange: no population has several brokers."""
         self._count, self._fragments = first.settings.shards, first.settings.fragments
         self._layout: WholeLayout | None = None
         self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
-        first.idle = self._tell_idle
+        first.answers_later, first.idle = True, self._tell_idle
+        # the first broker deals the data units, and hears the reports
+        self.batches, self.batches_as_they_come = first.batches, first.batches_as_they_come
+        self.schedule, self.describe = first.schedule, first.describe
+        self.report, self.report_scores = first.report, first.report_scores
 
-    # ------------------------------------------------------------------ joining
-
-    def join(
-        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
-    ) -> Update | None:
-        """See Exchange. Waits for all brokers, and for the nodes that the run starts with.
-
-        Raises ModelMismatch, ConfigError (a model of fewer blocks than fragments of all brokers), JoinRefused,
-        HubUnreachable, NonFiniteDelta.
-        """
-        self._layout = WholeLayout(model, self._fragments, self._count)
-        return self._lines.join(model, leaves, score, optimizer_state)
+    # ------------------------------------------------------------------ what the first broker knows
 
     @property
     def waiting_for(self) -> str:
         """What this node is waiting for, in a few words; "" for nothing."""
-        return self._lines.waiting_for
-
-    # ------------------------------------------------------------------ what the first broker knows
+        first = self._first
+        if len(self._lines) == 1 and not first.has_joined() and (missing := name_missing(first.shards)):
+            return missing
+        return next((line.waiting_for for line in self._lines if line.waiting_for), "")
 
     @property
     def alone(self) -> Solitude | None:
@@ -263,30 +99,6 @@ class ShardedNode:
         """See `Node.ended_with_run`: as the first broker has said."""
         return self._first.units.end_version >= 0
 
-    def schedule(self, paced: bool = False) -> StepSchedule:
-        """See Exchange."""
-        return self._first.schedule(paced)
-
-    def describe(self, *, data: str | None = None, device: str | None = None, first_step: str | None = None) -> None:
-        """See Describes."""
-        self._first.describe(data=data, device=device, first_step=first_step)
-
-    def report(self, **figures: Any) -> None:
-        """See Exchange."""
-        self._first.report(**figures)
-
-    def report_scores(self, scores: dict[str, float], version: Version) -> None:
-        """See Exchange."""
-        self._first.report_scores(scores, version)
-
-    def batches(self, source: Source[Batch]) -> Iterator[Batch]:
-        """Give the batches of the data units that the first broker deals; see `Node.batches`."""
-        return self._first.batches(source)
-
-    def batches_as_they_come(self, source: Source[Batch], wait_seconds: float) -> Iterator[Batch | None]:
-        """Give the batches, and None where there is none now; see `Node.batches_as_they_come`."""
-        return self._first.batches_as_they_come(source, wait_seconds)
-
     @property
     def message_delay(self) -> Callable[[], float] | None:
         """For experiments: draws by how many seconds a delta is sent late."""
@@ -296,6 +108,140 @@ class ShardedNode:
     def message_delay(self, delay: Callable[[], float] | None) -> None:
         for line in self._lines:
             line.message_delay = delay
+
+    # ------------------------------------------------------------------ joining
+
+    def join(
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
+    ) -> Update | None:
+        """See Exchange. Waits for all brokers, and for the nodes that the run starts with.
+
+        Raises ModelMismatch, ConfigError (a model of fewer blocks than fragments of all brokers), JoinRefused,
+        HubUnreachable, NonFiniteDelta.
+        """
+        self._layout = WholeLayout(model, self._fragments, self._count)
+        self._first.begin_join(model, leaves, score=score, optimizer_state=optimizer_state)
+        while True:
+            self._until(lambda: self._first.has_joined() or self._first.wanted, lambda: self.waiting_for)
+            if self._first.has_joined():
+                break
+            self._leave_others()
+            if self.found_others(model, leaves):
+                self._first.lend(leaves, optimizer_state)
+        update = self._first.end_join()
+        if update is None and len(self._lines) > 1:
+            return None
+        self._leave_others()  # their parameters are not the run's
+        return self._join_others(model, update)
+
+    def found_others(self, model: ModelSpec, leaves: Sequence[Any]) -> bool:
+        """Give the others their shards of this node's parameters; False if the first no longer asks for that."""
+        number = self._first.peer.founding
+
+        def obsolete() -> bool:
+            return not (self._first.wanted and self._first.peer.founding == number)
+
+        try:
+            for shard in range(1, self._count):
+                if (line := self._open(shard, obsolete)) is None:
+                    break
+                line.peer.founding = number
+                line.begin_join(model, leaves)
+            for line in self._lines[1:]:
+                self._until(lambda line=line: line.has_joined() or obsolete(), lambda line=line: line.waiting_for)  # type: ignore[misc]
+        except JoinRefused as error:
+            # another node was asked, and may have answered before the loss of the first is seen here
+            self._leave_others()
+            if error.reason != "founding" or not self._wait(obsolete, 2 * self._first.settings.lost_seconds):
+                raise
+            return False
+        if obsolete():
+            self._leave_others()
+            return False
+        for line in self._lines[1:]:
+            line.end_join()
+            line.peer.founding = 0
+        return True
+
+    def _join_others(self, model: ModelSpec, update: Update | None) -> Update:
+        anchor: list[Part] = []
+        version = -1
+        if update is not None:
+            anchor, version = [*(update.anchor or ())], update.version
+        for shard in range(1, self._count):
+            line = self._open(shard, lambda: False)
+            assert line is not None
+            line.begin_join(model, ())
+        for line in self._lines[1:]:
+            self._until(line.has_joined, lambda line=line: line.waiting_for)  # type: ignore[misc]
+            theirs = line.end_join()
+            if theirs is None or theirs.anchor is None:
+                raise ZmqTrainError(
+                    f"the broker at {line.address} sent no parameters of its shard: start this node again"
+                )
+            anchor += theirs.anchor
+        return Update(version, {}, {}, anchor=anchor)
+
+    def _open(self, shard: int, obsolete: Callable[[], bool]) -> Node | None:
+        """Connect to a broker, once the first says where it is; None if that has become obsolete."""
+        self._until(lambda: bool(self._address(shard)) or obsolete(), lambda: name_missing(self._first.shards))
+        if obsolete():
+            return None
+        address = self._address(shard)
+        line = self.open_line(address)
+        self._lines.append(line)
+        try:
+            line.wait_welcome(self._wait_seconds)
+        except HubUnreachable:
+            if self._address(shard) == address:
+                raise HubUnreachable(
+                    f"the broker of shard {shard} is at {address}, says the first, and does not answer from here "
+                    f"(waited {self._wait_seconds:g} s). If other PCs reach it at another address, start it with "
+                    "--address tcp://HOST:PORT; and its firewall must let that port in",
+                    address,
+                ) from None
+            self._lines.pop().close()  # it has gone meanwhile, or come back elsewhere
+            return self._open(shard, obsolete)
+        if (line.run, line.shard) != (self._first.run, shard):
+            raise JoinRefused(
+                f"the first broker, at {self._first.address}, says that shard {shard} of {self._first.run} is at "
+                f"{line.address}; the broker there has shard {line.shard} of {line.run}. Was another broker started at "
+                "that address? Start the broker of the shard again",
+                "shard",
+            )
+        return line
+
+    def open_line(self, address: str) -> Node:
+        """Return the started node of a shard, at the broker at this address."""
+        # a new id: the broker's state of an earlier connection does not apply to this one
+        options = replace(self._first.options, addresses=(address,), events=None)
+        return open_node(options, self._dialer, first=self._first)
+
+    def _address(self, shard: int) -> str:
+        shards = self._first.shards
+        return shards[shard] if shard < len(shards) else ""
+
+    def _leave_others(self) -> None:
+        others, self._lines[1:] = self._lines[1:], []
+        for line in others:
+            line.close("another node founds the run")
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until the condition holds, for so long; raise the failure of a connection."""
+        until = self._first.clock.monotonic() + seconds
+        while not condition():
+            for line in self._lines:
+                line.peek()
+            if self._first.clock.monotonic() >= until:
+                return False
+            self._first.clock.sleep(LOOK_SECONDS)
+        return True
+
+    def _until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
+        waited = 0.0
+        while not self._wait(condition, SAY_AGAIN_SECONDS):
+            waited += SAY_AGAIN_SECONDS
+            logger.info("%s has waited %.0f s for %s", self._first.name, waited, what() or "the first broker")
 
     # ------------------------------------------------------------------ exchange
 
@@ -330,7 +276,9 @@ class ShardedNode:
 
     def peek(self) -> Update | None:
         """See Exchange: of the brokers' next updates one that lands nothing of this node, or what it offered first."""
-        self._lines.follow_moved()
+        for shard, line in enumerate(self._lines[1:], 1):  # a lost broker may be elsewhere by now, as the first says
+            if not line.live and self._address(shard) not in ("", line.address):
+                line.link.move(self._address(shard))
         waiting = [
             (max(update.landed, default=-1), shard, update)
             for shard, line in enumerate(self._lines)
@@ -380,7 +328,7 @@ class ShardedNode:
         return line.everyone_drained(0)
 
     def _tell_idle(self) -> None:
-        for line in self._lines.others:
+        for line in self._lines[1:]:
             line.peek()  # raises what has failed there
             line.say_idle()
 
