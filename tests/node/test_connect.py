@@ -11,6 +11,7 @@ import pytest
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.node import connect as connect_module
+from zmqtrain.node import node as node_module
 from zmqtrain.node.connect import connect
 
 
@@ -22,7 +23,7 @@ def test_a_node_of_another_run_that_cannot_be_made_anew_leaves_its_folder_to_oth
     class Node:
         """The first finds that its hub has another run; there is no second."""
 
-        def __init__(self, options: Any, environment: Any) -> None:
+        def __init__(self, options: Any, dialer: Any, first: None) -> None:
             made.append("node")
             if len(made) == 2:
                 raise ConfigError("no second node")
@@ -38,7 +39,7 @@ def test_a_node_of_another_run_that_cannot_be_made_anew_leaves_its_folder_to_oth
             if made[-1] == "node" and len(made) == 1:
                 self._folder.close()
 
-    monkeypatch.setattr(connect_module, "Node", Node)
+    monkeypatch.setattr(node_module, "Node", Node)
     monkeypatch.setattr(connect_module, "read_saved", lambda folder: SimpleNamespace(peer="pc#1", incarnation=1))
     with pytest.raises(ConfigError, match="no second node"):
         connect("tcp://127.0.0.1:1", "pc", checkpoint=tmp_path)

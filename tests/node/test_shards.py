@@ -80,6 +80,7 @@ class FakeLine(Stated):
 
     clock, name, is_evaluator, message_delay, waiting_for = VirtualClock(), "pc", False, None, ""
     closings = count()
+    batches = batches_as_they_come = report_scores = None  # nobody trains by units or scores here
 
     def __init__(self, hub, first, at):
         self.hub, self.settings, self.shard, self.at = hub, hub.settings, hub.shard, at
