@@ -121,7 +121,7 @@ class World:
             if number % 20 == 0:
                 self.version += 1
                 released = Released(self.version, "float32", (0,), ((memoryview(ROOM)[: SIZE // 4],),))
-                self.serving.released(released, Reduce(self.version, (0,), (), 1, False), lambda peer: True)
+                self.serving.cache.released(released, Reduce(self.version, (0,), (), 1, False))
             self.serving.tick(self.now)
 
     def bytes_sent(self) -> int:

@@ -80,7 +80,7 @@ class _Collecting:
         self._thread = threading.get_ident()
 
     def note(self, phase: str, facts: object) -> None:
-        """See gc.callbacks."""
+        """Count the time of a collection: one of `gc.callbacks`."""
         if threading.get_ident() != self._thread:
             return
         if phase == "start":
@@ -360,7 +360,7 @@ class Broker:
         """Serve until `stop` or the end of the run; then save, say goodbye and close. Raises what ended the broker."""
         self.codec.start()
         self._copies.start()
-        self.log.began()
+        self.core.events.began(self.hub.run, self.hub.settings, self.hub.version)
         receiving = asyncio.create_task(self.receiver.receive_forever())
         try:
             while not self.core.stop.is_set():

@@ -286,7 +286,7 @@ class Keeper:
         self._folder = RunFolder(folder, keep) if folder is not None else None
         self._untaken = made_late and folder is not None and not folder.exists()
         self._every = every or Every()
-        self.writer = BackgroundWriter("checkpoints", "the run")
+        self.writer = BackgroundWriter("checkpoints", "the run", clock)
         self._ending = threading.Event()
         self._saved_version = -1  # of the newest checkpoint that is written
         self._begun_version, self._begun_at = -1, clock.monotonic()

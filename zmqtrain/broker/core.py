@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.snapshot import OPTIMIZER_STATE_MODELS
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.interfaces import Channel, HubChannel
@@ -63,7 +63,6 @@ class BrokerAccess:
 
     @property
     def turned_away(self) -> int:
-        """See the class."""
         return 0
 
     def has_hub_keys(self, peer: PeerId) -> bool:
@@ -94,14 +93,16 @@ class BrokerCore:
         self, channel: HubChannel, hub: Hub, aggregator: Aggregator, access: BrokerAccess, events: BrokerEvents | None
     ) -> None:
         self.channel, self.hub, self.aggregator, self.access = channel, hub, aggregator, access
+        nobody: Any = NoEvents()
+        self.events: BrokerEvents = events or nobody
         self.stop = asyncio.Event()
         self.codec = CodecExecutor("zmqtrain-aggregate", self.stop)
-        self.log = BrokerLog(hub, events)
+        self.log = BrokerLog(hub, self.events)
         self.downlink = Downlink(channel, self)
         self.behind: Sequence[Buffer] = ()
         self.messages: MessageHandlers = {}
         self._effects: EffectHandlers = {}
-        self.carry_out = EffectQueue[HubEffect](self._carry_out_one).carry_out
+        self.carry_out = EffectQueue[HubEffect](lambda effect: self._effects[type(effect)](effect)).carry_out
 
     def dispatch_to(self, *services: BrokerService) -> None:
         """Give these services, from now on, their messages and effects."""
@@ -110,15 +111,11 @@ class BrokerCore:
             self.messages |= service.messages
             self._effects |= service.effects
 
-    def _carry_out_one(self, effect: HubEffect) -> None:
-        self._effects[type(effect)](effect)
-
     def receive(self, peer: PeerId, message: Message, now: float) -> None:
         """Give a message to the hub, and carry out the effects."""
         self.carry_out(self.hub.receive(peer, message, now))
 
     def now(self) -> float:
-        """Return the time, in seconds."""
         return clock.monotonic()
 
     def model_bytes(self) -> int:
@@ -140,20 +137,16 @@ class BrokerCore:
     # ------------------------------------------------------------------ DownlinkOwner
 
     def queue_bytes(self) -> int:
-        """See DownlinkOwner."""
         models = OUTBOX_MODELS + (1 + OPTIMIZER_STATE_MODELS if sends_optimizer_state(self.hub.settings) else 0)
         return models * self.model_bytes()
 
     def lost(self, peer: PeerId, why: str) -> None:
-        """See DownlinkOwner."""
         self.carry_out(self.hub.gone(peer, why, self.now()))
 
     def unreachable(self, peer: PeerId) -> None:
-        """See DownlinkOwner."""
         self.hub.unreachable(peer, self.now())
 
     def stamp(self, peer: PeerId, counted: bool) -> Stamp:
-        """See DownlinkOwner."""
         return self.hub.stamp(peer, counted)
 
 
@@ -195,7 +188,6 @@ class LoadMeter:
 
     @property
     def port_measured(self) -> float:
-        """See HubMeter."""
         return self._downlink.port_measured
 
     def contribution_seconds(self) -> float:
@@ -213,41 +205,32 @@ LOGGED_CHARACTERS = 500
 """Of the reason why a peer is sent away, which may quote the peer."""
 
 
-class BrokerLog:
-    """The log lines and events of one hub; lines that peers cause are rate-limited, and their text is bounded."""
+class NoEvents:
+    """Drops every event of `BrokerEvents`."""
 
-    def __init__(self, hub: Hub, events: BrokerEvents | None) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *facts: None
+
+
+class BrokerLog:
+    """The log lines of one hub, and the events that go with them.
+
+    Lines that peers cause are rate-limited, and their text is bounded.
+    """
+
+    def __init__(self, hub: Hub, events: BrokerEvents) -> None:
         self._hub, self._events = hub, events
         self._log = RateLimitedLogger(logger)
-        self._of_other_data: dict[PeerId, None] = {}
         self._called: dict[PeerId, str] = {}  # names of the peers that were logged last
-        self._of_same_data: dict[PeerId, None] = {}
-        self._without_units: dict[PeerId, None] = {}
+        self._said: dict[tuple[str, PeerId], None] = {}  # what was logged of a node, and is logged once
         self._worse = False
 
     # ------------------------------------------------------------------ the run
 
-    def began(self) -> None:
-        """The broker serves from now on."""
-        if self._events is not None:
-            self._events.began(self._hub.run, self._hub.settings, self._hub.version)
-
     def founding(self, peer: PeerId, model: ModelSpec) -> None:
-        """The run begins with this peer's parameters."""
         logger.info("%s founded %s: %d values", self._name(peer), self._hub.run, count_values(model))
 
-    def founded(self, peer: PeerId) -> None:
-        """The aggregator has the founder's parameters (codec thread)."""
-        if self._events is not None:
-            self._events.founded(peer)
-
-    def averaged(self, peers: Sequence[PeerId]) -> None:
-        """The run begins with the mean of these peers' parameters, unless they reject it."""
-        if self._events is not None:
-            self._events.averaged(list(peers))
-
     def unrelated(self, peers: Sequence[PeerId], why: str) -> None:
-        """These peers' parameters have no mean."""
         logger.warning("the initial parameters of %s cannot be averaged: %s", self._names(peers), why)
 
     def preempted(self, peer: PeerId, lender: PeerId) -> None:
@@ -255,21 +238,12 @@ class BrokerLog:
         logger.info("%s is preempted: it goes on from the parameters of %s", self._name(peer), self._name(lender))
 
     def scheduled(self, schedule: Schedule) -> None:
-        """Another k, d, codec or outer optimizer is announced."""
         why = self._hub.replanning.text
         chosen = (schedule.every, schedule.delay, schedule.codec, schedule.outer)
         logger.info("from version %d: k = %d, d = %d, %s, %s: %s", schedule.from_version, *chosen, why)
-        if self._events is not None:
-            self._events.scheduled(schedule, why)
-
-    def released(self, reduce: Reduce, nodes: int, released: Released) -> None:
-        """A version is made, and in the journal (codec thread). nodes: the number of live ones."""
-        if self._events is not None:
-            left_out = [one for one, _ in released.left_out]
-            self._events.released(reduce, nodes, released.codec, released.frames, left_out)
+        self._events.scheduled(schedule, why)
 
     def overflowed(self, version: Version, reduce: Reduce) -> None:
-        """A version's sum was not finite."""
         names = self._names(peer for peer, _ in reduce.landed)
         logger.error("version %d: the deltas of %s add up to infinity; not used", version, names)
 
@@ -285,7 +259,7 @@ class BrokerLog:
             )
             logger.warning(text, loss, self._hub.score_version, loss / best, best, version)
         self._worse = worse is not None
-        if report.scores and self._events is not None:
+        if report.scores:
             self._events.evaluated(report.score_version, self._hub.samples, report.scores)
 
     def reported(self, peer: PeerId, report: Report) -> None:
@@ -295,15 +269,15 @@ class BrokerLog:
         if member is None:
             return
         other = self._hub.same_start(member)
-        if other is not None and _first_time(self._of_same_data, peer):
-            _first_time(self._of_same_data, other.peer)
+        if other is not None and self._is_first("same start", peer):
+            self._is_first("same start", other.peer)
             text = (
                 "%s and %s made the same first step (the same loss, the same parameters after it): they seem to train "
                 "on the same batches, and two such nodes are no faster than one. Have the broker deal the data "
                 "(`for batch in node.batches(batches_of)`), or shuffle them by a seed from the node's name"
             )
             self._log.warning(text, self._name(peer), self._name(other.peer))
-        if self._hub.takes_no_units(member) and _first_time(self._without_units, peer):
+        if self._hub.takes_no_units(member) and self._is_first("no units", peer):
             text = (
                 "%s takes no data units: --units %d neither counts nor ends what it does. In a loop of one's own "
                 "`for batch in node.batches(batches_of)` takes them"
@@ -311,7 +285,7 @@ class BrokerLog:
             self._log.warning(text, self._name(peer), self._hub.ledger.total)
 
     def _compare_data(self, peer: PeerId, report: Report) -> None:
-        if not report.data or report.data == self._hub.data or not _first_time(self._of_other_data, peer):
+        if not report.data or report.data == self._hub.data or not self._is_first("other data", peer):
             return
         theirs, ours = (printable(data, LOGGED_CHARACTERS) for data in (report.data, self._hub.data))
         text = (
@@ -338,7 +312,7 @@ class BrokerLog:
         logger.warning("an operator, %s, ends the run: %s", self._name(peer), what)
 
     def over(self, by_first: bool = False) -> None:
-        """The run has ended. by_first: the first broker says so."""
+        """by_first: the first broker says so."""
         if by_first:
             logger.info("the first broker says that the run is over")
         elif self._hub.stopped_at is not None:
@@ -348,20 +322,21 @@ class BrokerLog:
             logger.info("all %d data units are done and every node has left: the run is over", total)
 
     def ended(self, aggregator: Aggregator, bytes_up: int, bytes_down: int) -> None:
-        """The broker has ended; report the run's figures and parameters."""
-        if self._events is not None:
-            figures = {
-                "version": aggregator.version,
-                "samples": self._hub.samples,
-                "contributions": self._hub.contributions,
-                "refused": self._hub.refused,
-                "dropped": dict(self._hub.fence.dropped),
-                "bytes_up": bytes_up,
-                "bytes_down": bytes_down,
-                **self._hub.scores,
-            }
-            leaves = aggregator.layout.join(aggregator.published) if aggregator.version >= 0 else []
-            self._events.ended(figures, leaves)
+        """Report the run's figures and parameters."""
+        if isinstance(self._events, NoEvents):
+            return  # no leaves are joined for nobody
+        figures = {
+            "version": aggregator.version,
+            "samples": self._hub.samples,
+            "contributions": self._hub.contributions,
+            "refused": self._hub.refused,
+            "dropped": dict(self._hub.fence.dropped),
+            "bytes_up": bytes_up,
+            "bytes_down": bytes_down,
+            **self._hub.scores,
+        }
+        leaves = aggregator.layout.join(aggregator.published) if aggregator.version >= 0 else []
+        self._events.ended(figures, leaves)
 
     # ------------------------------------------------------------------ the peers
 
@@ -370,23 +345,20 @@ class BrokerLog:
         if (member := self._hub.members.get(peer)) is not None and not member.is_node:
             return self._log.info("%s takes a copy of version %d", self._name(peer), version)
         self._log.info("%s joined at version %d (%s)", self._name(peer), version, self._count_nodes("train"))
-        self._member(peer, "joined", f"at version {version}")
+        self._events.member(peer, "joined", f"at version {version}")
 
     def refused(self, peer: PeerId, error: Exception) -> None:
-        """An upload of a peer is refused."""
         self._log.warning("refused what %s sent: %s", self._name(peer), error)
 
     def quarantined(self, peer: PeerId, quarantine: Quarantine) -> None:
-        """A node's deltas are refused for a while."""
         text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
         logger.warning("%s is quarantined %s", self._name(peer), text)
-        self._member(peer, "quarantined", text)
+        self._events.member(peer, "quarantined", text)
 
     def taking_back(self, peer: PeerId, version: Version, before: Version) -> None:
-        """The contributions of a diverging node are taken back."""
         text = f"what was published since version {version} is taken back (the run was at {before})"
         logger.warning("%s has diverged, and was a part of the last versions: %s", self._name(peer), text)
-        self._member(peer, "taken back", text)
+        self._events.member(peer, "taken back", text)
 
     def rebased(self, peers: Sequence[PeerId], why: str) -> None:
         """The norm gate refuses so many nodes that it may be wrong. why: it is not made wider, "" if it is."""
@@ -404,10 +376,9 @@ class BrokerLog:
         )
         logger.warning(text, names)
         for peer in peers:
-            self._member(peer, "acquitted", "the norm gate is made wider toward the size of its deltas")
+            self._events.member(peer, "acquitted", "the norm gate is made wider toward the size of its deltas")
 
     def message_failed(self, peer: PeerId) -> None:
-        """Handling a message raised an error of our own; its trace is logged."""
         self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
 
     def sent_away(self, peer: PeerId, error: Exception) -> str:
@@ -417,7 +388,7 @@ class BrokerLog:
         return text
 
     def left(self, peer: PeerId, reason: str, text: str) -> None:
-        """A peer has left. reason, text: as in Disconnect."""
+        """reason, text: as in Disconnect."""
         levels = {"goodbye": logging.INFO, "observer": logging.DEBUG, "process": logging.DEBUG}
         level = levels.get(reason, logging.WARNING)
         if reason == "again":
@@ -430,11 +401,7 @@ class BrokerLog:
         else:
             self._log.log(level, "%s left: %s (%s)", self._name(peer), text, self._count_nodes("remain"))
         if reason not in ("observer", "process", "broker", "standby"):
-            self._member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
-
-    def _member(self, peer: PeerId, what: str, text: str) -> None:
-        if self._events is not None:
-            self._events.member(peer, what, text)
+            self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
 
     def _names(self, peers: Iterable[PeerId]) -> str:
         return ", ".join(map(self._name, peers))
@@ -454,12 +421,11 @@ class BrokerLog:
         count = self._hub.nodes
         return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
 
-
-def _first_time(logged: dict[PeerId, None], peer: PeerId) -> bool:
-    """Return whether nothing was logged of this peer yet, and record it; the newest peers are remembered."""
-    if peer in logged:
-        return False
-    logged[peer] = None
-    while len(logged) > OTHERS_NAMED:
-        del logged[next(iter(logged))]
-    return True
+    def _is_first(self, what: str, peer: PeerId) -> bool:
+        """Return whether this was not logged of this peer yet, and record it; the newest are remembered."""
+        if (what, peer) in self._said:
+            return False
+        self._said[what, peer] = None
+        while len(self._said) > OTHERS_NAMED:
+            del self._said[next(iter(self._said))]
+        return True

@@ -222,7 +222,7 @@ class ReleasePipeline:
 
     def _begin(self, frames: Frames, state: dict[str, Any], peer: PeerId, moments: Frames) -> None:
         self._aggregator.found(frames)
-        self._core.log.founded(peer)
+        self._core.events.founded(peer)
         # before the founder, or anybody, hears of the run
         self._keeper.save(state, self._aggregator, wait=True, moments=moments)
 
@@ -235,7 +235,7 @@ class ReleasePipeline:
             self._core.carry_out(self._hub.unrelated(why))
         else:
             self._mean = frames
-            self._core.log.averaged(peers)
+            self._core.events.averaged(peers)
             self._core.carry_out(self._hub.averaged())
 
     def _propose(self, propose: Propose) -> None:
@@ -281,12 +281,14 @@ class ReleasePipeline:
         standby = self._hub.standby.peer if self._hub.standby is not None else ""
         self._core.downlink.send_aggregate(released, reduce, lambda peer: peer == standby, whole=True)
         await self._standby.announced(released.version, sum(len(frame) for one in released.frames for frame in one))
-        self._snapshots.released(released, reduce, lambda peer: peer != standby)
+        self._snapshots.cache.released(released, reduce)
+        self._core.downlink.send_aggregate(released, reduce, lambda peer: peer != standby)
 
     def _make_release(self, reduce: Reduce, nodes: int) -> Released:
         released = self._aggregator.release(reduce)
         self._keeper.released(released, reduce)
-        self._core.log.released(reduce, nodes, released)
+        left_out = [one for one, _ in released.left_out]
+        self._core.events.released(reduce, nodes, released.codec, released.frames, left_out)
         return released
 
     # ------------------------------------------------------------------ going back

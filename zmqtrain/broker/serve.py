@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics
 from zmqtrain.broker.checkpoint import RunFolders, new_run
@@ -45,13 +44,6 @@ START_SECONDS = 60.0
 STOP_SECONDS = 90.0
 
 
-class Dismisser(Protocol):
-    """Sends peers away."""
-
-    def dismiss(self, peer: PeerId, why: str) -> None:
-        """Tell a peer why it must go, and forget it."""
-
-
 class KeyWatcher:
     """Watches the folder of authorised keys of a channel, in the channel's loop.
 
@@ -60,8 +52,8 @@ class KeyWatcher:
     says so.
     """
 
-    def __init__(self, channel: RouterChannel, folder: KeyFolder, dismisser: Dismisser) -> None:
-        self._channel, self._folder, self._dismisser = channel, folder, dismisser
+    def __init__(self, channel: RouterChannel, folder: KeyFolder, host: _Host) -> None:
+        self._channel, self._folder, self._host = channel, folder, host
         self._stamp: Stamp | None = None
         self._trouble = ""
         self._gone: dict[str, str] = {}  # keys that were revoked and not cut yet, with their names
@@ -99,7 +91,7 @@ class KeyWatcher:
         for key, name in self._gone.items():
             text = f"its key, {name}, was revoked"
             for peer in self._channel.peers_with(key):
-                self._dismisser.dismiss(peer, f"{text}; ask the operator of the hub for another (zmqtrain keys new)")
+                self._host.dismiss(peer, f"{text}; ask the operator of the hub for another (zmqtrain keys new)")
             logger.warning("the key of %s was revoked", name)
         if self._gone:
             await asyncio.sleep(FAREWELL_SECONDS)
@@ -119,23 +111,19 @@ class RouterAccess(BrokerAccess):
 
     @property
     def turned_away(self) -> int:
-        """See BrokerAccess."""
         return self._channel.turned_away
 
     def has_hub_keys(self, peer: PeerId) -> bool:
-        """See BrokerAccess."""
         return self._folder is None or self._channel.name_of(peer) == HUB
 
     def key_name(self, peer: PeerId) -> str:
-        """See BrokerAccess."""
         return self._channel.name_of(peer)
 
     def is_operator(self, peer: PeerId) -> bool:
-        """See BrokerAccess: a peer with the hub's own keys, or, where there are no keys, one on this machine."""
+        """Return whether a peer has the hub's own keys, or, where there are no keys, is on this machine."""
         return self._channel.is_of_this_machine(peer) if self._folder is None else self.has_hub_keys(peer)
 
     def dial(self, address: str, peer: PeerId) -> Channel:
-        """See BrokerAccess."""
         server_key = None if self._pair is None else self._pair.public
         return DealerChannel.connect(address, peer=peer, keys=self._pair, server_key=server_key)
 
@@ -309,8 +297,7 @@ class BrokerThread:
                 serve(address, settings, ready=self._ready, **options)
             except BaseException as error:
                 self.failure = error
-            finally:
-                self._started.set()
+            self._started.set()
 
         self._thread = threading.Thread(target=live, name="zmqtrain-broker", daemon=True)
         self._thread.start()
@@ -354,7 +341,5 @@ class BrokerThread:
     def __enter__(self) -> BrokerThread:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.stop()

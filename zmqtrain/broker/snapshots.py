@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zmqtrain.averaging.aggregator import Released, Vector
@@ -295,11 +295,6 @@ class SnapshotService:
     def lend(self, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
         """Send these peers another's parameters: they start again from them."""
         spawn(self._lend(peers, frames, moments))
-
-    def released(self, released: Released, reduce: Reduce, to: Callable[[PeerId], bool]) -> None:
-        """Send an aggregate to all followers among those meant, and keep it for those that will follow."""
-        self.cache.released(released, reduce)
-        self._downlink.send_aggregate(released, reduce, to)
 
     def restart(self, moments: Frames) -> None:
         """Drop all snapshots because the run is founded, or goes back: none of them is a version of it.

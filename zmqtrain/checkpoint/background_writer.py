@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
+from contextvars import copy_context
 from math import inf
 
 from zmqtrain.core.errors import CheckpointError
+from zmqtrain.core.interfaces import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +26,20 @@ class BackgroundWriter:
     """Writes for one owner. An owner calls `begin`, and then either `start` or `put_off`.
 
     what: is written, in the plural, for the log ("checkpoints").  goes_on: who does not stop for a failure ("the run").
+    clock: the owner's.
     """
 
-    def __init__(self, what: str, goes_on: str) -> None:
-        self._what, self._goes_on = what, goes_on
+    def __init__(self, what: str, goes_on: str, clock: Clock) -> None:
+        self._what, self._goes_on, self._clock = what, goes_on, clock
         self._idle = threading.Event()
         self._idle.set()
         self.unsaved = False
         """Whether the last state is not on the disk."""
         self.retry_at = inf
-        """When the owner is to save again (time.monotonic), inf if nothing has failed since."""
+        """When the owner is to save again, by its clock; inf if nothing has failed since."""
 
     @property
     def busy(self) -> bool:
-        """Whether a write has begun and not ended."""
         return not self._idle.is_set()
 
     def begin(self) -> None:
@@ -63,7 +64,7 @@ class BackgroundWriter:
                 self._idle.set()
 
         try:
-            threading.Thread(target=run, name="zmqtrain-checkpoint").start()
+            threading.Thread(target=copy_context().run, args=(run,), name="zmqtrain-checkpoint").start()
         except RuntimeError as error:  # the system has no thread left
             self.put_off(str(error))
 
@@ -71,7 +72,7 @@ class BackgroundWriter:
         """Abandon the write that was begun: nothing is written, and the owner saves again later."""
         text = "no %s were written: %s. %s goes on; it is tried again in %.0f s"
         logger.warning(text, self._what, why, self._goes_on.capitalize(), AGAIN_SECONDS)
-        self.unsaved, self.retry_at = True, time.monotonic() + AGAIN_SECONDS
+        self.unsaved, self.retry_at = True, self._clock.monotonic() + AGAIN_SECONDS
         self._idle.set()
 
     def cancel(self) -> None:

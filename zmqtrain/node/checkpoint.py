@@ -143,7 +143,7 @@ class NodeCheckpoint:
         self.folder, self.resuming = options.folder, options.saved
         self._every_text, self._node, self._steps_alone = options.every, node, 0
         self._taken: SavedNode | None = None  # what the training thread goes on from, until it has asked for it
-        self._writer = BackgroundWriter("checkpoints of this node", "training")
+        self._writer = BackgroundWriter("checkpoints of this node", "training", node.clock)
         self._saved_version, self._saved_at = -1, node.clock.monotonic()
         node.codec.keeps_sent = True
         if (saved := options.saved) is not None:

@@ -52,6 +52,7 @@ from zmqtrain.protocol import messages
 from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
 from zmqtrain.session.codec_executor import CodecExecutor, EffectQueue
 from zmqtrain.session.downlink import Downlink
+from zmqtrain.session.environment import clock
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class ParameterKeeper:
 
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / FILE if folder is not None else None
-        self.writer = BackgroundWriter("keys", "the parameter server")
+        self.writer = BackgroundWriter("keys", "the parameter server", clock)
 
     def resume(self, machine: KeyServer) -> tuple[Directory, Store] | None:
         """Restore a fresh machine from the file; return its directory and store, None if there is no file.
