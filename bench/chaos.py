@@ -95,7 +95,7 @@ def play(star: Star, folder: Path, case: Case, units: int, schedule: Sequence[Fa
     Raises RuntimeError if the run does not begin, ZmqTrainError if what it left behind cannot be read.
     """
     line = case.broker_line(units)
-    with StarRun(star, folder, line, lambda number: case.node_line(folder, number), say=_say) as run:
+    with StarRun(star, folder, line, lambda number: case.node_line(folder, number), out=sys.stderr) as run:
         run.wait_training()
         began = time.monotonic()
         run.player.play(schedule, seconds, lambda: run.services[BROKER].over)
@@ -159,7 +159,7 @@ def loss_rows(star: Star, folder: Path, case: Case, repeats: int) -> list[dict[s
     """Lose nodes and the broker one at a time, and return by kind of loss how soon aggregates come again."""
     losses: list[_Loss] = []
     line = case.broker_line(0)
-    with StarRun(star, folder, line, lambda number: case.node_line(folder, number), say=_say) as run:
+    with StarRun(star, folder, line, lambda number: case.node_line(folder, number), out=sys.stderr) as run:
         run.wait_training()
         run.player.wait(2 * QUIET_SECONDS)  # the first scores are computed, and what computes them is compiled
         to_wall = time.time() - time.monotonic()

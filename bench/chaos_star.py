@@ -11,9 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from zmqtrain.chaos.run import READY, Run, hub_folder, record_of
+from zmqtrain.chaos.run import END_SECONDS, LEAVE_SECONDS, READY, Run, hub_folder, now_and_then, record_of
 from zmqtrain.chaos.schedule import BROKER, FaultKind
 from zmqtrain.chaos.services import Service
 
@@ -102,7 +102,7 @@ class StarRun(Run):
     """One run on a star, from `with` to the end of the block.
 
     folder: of what it leaves behind.  broker, node: what their command lines say besides address, name and record.
-    seed: of the bad cables.  say: is told what is done.
+    seed: of the bad cables.  out: gets a line for each thing that is done.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StarRun(Run):
         broker: Sequence[str],
         node: Callable[[int], Sequence[str]],
         seed: int = 0,
-        say: Callable[[str], None] = lambda line: None,
+        out: TextIO | None = None,
     ) -> None:
         self.star = star
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,38 @@ class StarRun(Run):
             services[name] = self._service(folder, number, name, "zmqtrain.cli.node", line)
             wires[name] = StarWire(star, number, seed + number)
         self._wires = wires
-        super().__init__(folder, services, wires, say)
+        super().__init__(folder, services, wires, out)
+
+    def wait_back(self, name: str, since: float, seconds: float) -> bool:
+        """Wait until a node has joined again since a moment of the wall clock; False if it takes longer."""
+
+        def back() -> bool:
+            said = self._said_by_broker()
+            began = next((record["began"] for record in said if "began" in record), 0.0)
+            joined = [
+                r["seconds"] for r in said if r["kind"] == "membership" and (r["what"], r["node"]) == ("joined", name)
+            ]
+            return any(began + at > since for at in joined)
+
+        return self.player.wait(seconds, now_and_then(back))
+
+    def wait_restarted(self, name: str, lives: int, seconds: float) -> float:
+        """Wait until one of them is at work in another life than its first so many; return since when, monotonic.
+
+        Raises RuntimeError if that takes longer.
+        """
+        service = self.services[name]
+        if not self.player.wait(seconds, lambda: len(service.lives) > lives and service.lives[-1].ready_at > 0):
+            raise RuntimeError(f"the {name} is not back within {seconds:g} s: {' '.join(service.last_lines[-1:])}")
+        return service.lives[-1].ready_at
+
+    def wait_over(self, seconds: float = END_SECONDS) -> bool:
+        """Keep everybody alive until the broker has ended by itself and its nodes too; False if that takes longer."""
+        over = self.player.wait(seconds, lambda: self.services[BROKER].over)
+        for name in self.nodes:  # a node that was started again too late finds nobody any more
+            self.services[name].wanted = False
+        self.player.wait(LEAVE_SECONDS, lambda: not any(self.services[name].alive for name in self.nodes))
+        return over
 
     def close(self) -> None:
         """End every process, and take every cable out."""
@@ -148,17 +179,5 @@ class StarRun(Run):
             "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        clock = folder / f"{name}.clock"
-        argv = [sys.executable, "-m", "zmqtrain.chaos.services", str(clock), module, *line]
-
-        def start() -> subprocess.Popen[Any]:
-            return self.star.popen(
-                host,
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-
-        return Service(name, start, folder / f"{name}.log", ready=ready, clock_file=clock)
+        prefix = ["ip", "netns", "exec", self.star.namespace(host)]
+        return Service(folder, name, module, line, prefix=prefix, environment=environment, ready=ready)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from tests.clocks import VirtualClock
@@ -36,9 +38,9 @@ def time(monkeypatch):
 
 @pytest.fixture
 def stage(time):
-    done, lines = [], []
+    done, lines = [], io.StringIO()
     service, wire = Target(done), Target(done)
-    return Player({"pc-0": service, BROKER: service}, {"pc-0": wire}, lines.append), done, lines
+    return Player({"pc-0": service, BROKER: service}, {"pc-0": wire}, lines), done, lines
 
 
 def test_faults_begin_and_end_in_the_order_of_their_times(stage, time):
@@ -61,7 +63,7 @@ def test_faults_begin_and_end_in_the_order_of_their_times(stage, time):
     assert time.now == pytest.approx(120.0, abs=0.1)
     assert [event.fault for event in player.events] == list(schedule)
     assert player.events[1].began_at == 7.0  # when it was done, as who did it says
-    assert lines[0].split() == ["1.0", "s", "stop", "pc-0", "for", "5.0", "s"]
+    assert lines.getvalue().splitlines()[0].split() == ["1.0", "s", "stop", "pc-0", "for", "5.0", "s"]
 
 
 def test_what_cannot_be_done_is_written_down_and_the_rest_is_played(stage):
@@ -70,7 +72,7 @@ def test_what_cannot_be_done_is_written_down_and_the_rest_is_played(stage):
         (Fault(1.0, "unplug", BROKER, 1.0), Fault(2.0, "reorder", BROKER, 1.0, 0.1), Fault(3.0, "kill", "pc-0")), 4
     )
     assert [bool(event.trouble) for event in player.events] == [True, True, False]
-    assert done == ["kill"] and "could not be done" in lines[0]
+    assert done == ["kill"] and "could not be done" in lines.getvalue().splitlines()[0]
 
 
 def test_what_was_begun_is_ended_when_the_run_is_over_before(stage, time):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -34,15 +32,19 @@ for line in sys.stdin:
 BOUND_SECONDS = 60.0
 
 
+def module(folder, name, source):
+    """Write a module; return the variables with which a process finds it."""
+    (folder / f"{name}.py").write_text(source)
+    return {"PYTHONPATH": f"{Path(__file__).parents[2]}:{folder}", "PYTHONUNBUFFERED": "1"}
+
+
 @pytest.fixture
 def service(tmp_path):
     """A program that does as it is told: "write" to a file, or end with a code."""
 
-    def start():
-        argv = [sys.executable, "-u", "-c", TALKER, str(tmp_path / "file")]
-        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    made = Service("talker", start, tmp_path / "log", ready="ready", restart_seconds=0.0)
+    environment = module(tmp_path, "talker", TALKER)
+    line = [str(tmp_path / "file")]
+    made = Service(tmp_path, "one", "talker", line, environment=environment, ready="ready", restart_seconds=0.0)
     with made:
         assert made.wait_ready(BOUND_SECONDS)
         yield made
@@ -124,15 +126,7 @@ def test_a_full_disk_takes_nothing_until_it_is_freed_not_from_who_is_started_aga
 
 
 def test_a_wall_clock_jumps_in_one_process_and_its_monotonic_clock_does_not(tmp_path):
-    (tmp_path / "teller.py").write_text(TELLER)
-    clock = tmp_path / "clock"
-
-    def start():
-        argv = [sys.executable, "-m", "zmqtrain.chaos.services", str(clock), "teller"]
-        paths = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
-        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=paths)
-
-    with Service("teller", start, tmp_path / "log", clock_file=clock) as service:
+    with Service(tmp_path, "one", "teller", environment=module(tmp_path, "teller", TELLER)) as service:
         tell(service, "")
         before = float(answer(service, 1).split()[1])
         service.jump_clock(36_525.0)

@@ -14,6 +14,7 @@ from tests.terminals import pseudo_terminal
 from zmqtrain.cli import display as module
 from zmqtrain.cli.display import (
     Display,
+    RosterTable,
     Terminal,
     format_bytes,
     format_count,
@@ -24,7 +25,6 @@ from zmqtrain.cli.display import (
     roster_headline,
     roster_legend,
     roster_line,
-    roster_table,
 )
 from zmqtrain.protocol.messages import Roster
 
@@ -49,6 +49,13 @@ def roster(*members: dict, **figures: object) -> Roster:
         "score_version": 11,
     }  # fmt: skip
     return Roster(**(facts | figures))
+
+
+class Told:
+    """A source that has this roster."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
 
 
 @pytest.mark.parametrize(
@@ -77,8 +84,8 @@ def test_what_is_not_known_is_a_dash() -> None:
 def test_k_and_d_and_the_rates_of_links_are_shown_where_they_are_known() -> None:
     known = roster(TRAINING | {"link_rate": 119.5e6, "share": 0.8}, NEW, every=12, delay=5)
     assert " · k 12, d 5 · " in roster_headline(known)
-    assert "956 Mb/s" in render(roster_table(known), 100)
-    assert "link" not in render(roster_table(roster(TRAINING, NEW)), 100)
+    assert "956 Mb/s" in render(RosterTable(known), 100)
+    assert "link" not in render(RosterTable(roster(TRAINING, NEW)), 100)
 
 
 def test_the_headline_says_how_the_run_stands() -> None:
@@ -122,11 +129,11 @@ def test_the_share_of_the_units_and_the_time_left_are_said_once_something_is_don
 def test_nodes_of_one_name_are_told_apart_and_others_keep_theirs() -> None:
     twins = [TRAINING | {"peer": "vm#4", "name": "vm"}, TRAINING | {"peer": "vm#7", "name": "vm", "waiting": "data"}]
     several = roster(*twins, NEW)
-    shown = render(roster_table(several), 100)
+    shown = render(RosterTable(several), 100)
     assert "vm#4" in shown and "vm#7" in shown and "pc-2#" not in shown
     assert "vm#7 waits for data" in roster_line(several)
     long = [TRAINING | {"peer": f"{'x' * 40}#{number}", "name": "x" * 40} for number in (1, 12)]
-    assert f"{'x' * 20}…#12" in render(roster_table(roster(*long)), 100)
+    assert f"{'x' * 20}…#12" in render(RosterTable(roster(*long)), 100)
 
 
 def test_the_legend_explains_what_is_shown_and_nothing_else() -> None:
@@ -139,15 +146,16 @@ def test_the_legend_explains_what_is_shown_and_nothing_else() -> None:
 def test_what_makes_the_last_report_old_is_shown_in_place_of_it() -> None:
     stream, shown = io.StringIO(), threading.Event()
 
-    def note() -> str:
-        shown.set()
-        return "pc has had no hub for 0:05"
+    class Noted(Display):
+        def note(self) -> str:
+            shown.set()
+            return "pc has had no hub for 0:05"
 
-    with Display(lambda: roster(TRAINING), "a run", stream=stream, plain_seconds=0.0, note=note):
+    with Noted(Told(roster(TRAINING)), "a run", stream=stream, plain_seconds=0.0):
         assert shown.wait(60)
     assert set(stream.getvalue().splitlines()) == {"pc has had no hub for 0:05"}
     with pseudo_terminal() as terminal, open(terminal.child, "w", closefd=False) as child:
-        with Display(lambda: roster(TRAINING), "a run", stream=child, note=note):
+        with Noted(Told(roster(TRAINING)), "a run", stream=child):
             pass
         child.flush()
         said = terminal.end()
@@ -205,7 +213,7 @@ def render(table: object, width: int) -> str:
 
 
 def test_the_table_has_a_row_for_each_member_and_marks_the_one_that_scores() -> None:
-    lines = render(roster_table(roster(TRAINING, NEW)), 100).splitlines()
+    lines = render(RosterTable(roster(TRAINING, NEW)), 100).splitlines()
     assert lines[0].split() == ["node", "step", "samples/s", "loss", "age", "stale", "up", "down"]
     assert lines[1].split() == ["pc-1", "*", "128", "3.4", "k", "2.250", "5", "1", "1.2", "MB", "999", "B"]
     assert lines[2].split() == ["pc-2", "–", "–", "–", "–", "1", "–", "–", "welcomed"]
@@ -213,12 +221,12 @@ def test_the_table_has_a_row_for_each_member_and_marks_the_one_that_scores() -> 
 
 def test_the_table_fits_a_terminal_of_80_columns_with_a_node_that_waits() -> None:
     waiting = TRAINING | {"waiting": "the nodes that the run starts with"}
-    assert all(len(line) <= 80 for line in render(roster_table(roster(waiting)), 80).splitlines())
+    assert all(len(line) <= 80 for line in render(RosterTable(roster(waiting)), 80).splitlines())
 
 
 def test_a_long_name_is_cut_short_so_that_no_figure_is_on_80_columns() -> None:
     long = TRAINING | {"name": "the-pc-by-the-window-of-room-12-whose-fan-is-loud", "step": 123_456}
-    lines = render(roster_table(roster(long, NEW)), 80).splitlines()
+    lines = render(RosterTable(roster(long, NEW)), 80).splitlines()
     assert lines[1].split()[0] == "the-pc-by-the-window-of…"
     assert lines[1].split()[1:] == ["*", "123456", "3.4", "k", "2.250", "5", "1", "1.2", "MB", "999", "B"]
 
@@ -239,7 +247,7 @@ class Stream(io.StringIO):
 
 def test_where_there_is_no_terminal_plain_lines_are_written_and_no_control_codes() -> None:
     stream = Stream("stopping", roster_line(roster(TRAINING)))
-    with Display(lambda: roster(TRAINING), "a run", stream=stream, plain_seconds=0.0) as display:
+    with Display(Told(roster(TRAINING)), "a run", stream=stream, plain_seconds=0.0) as display:
         display.say("stopping")
         assert stream.full.wait(60.0)
     assert "\x1b" not in stream.getvalue()
@@ -247,7 +255,7 @@ def test_where_there_is_no_terminal_plain_lines_are_written_and_no_control_codes
 
 def test_a_display_that_was_never_started_may_be_closed_and_one_may_be_closed_twice() -> None:
     stream = io.StringIO()
-    display = Display(lambda: roster(TRAINING), "a run", stream=stream, plain_seconds=math.inf)
+    display = Display(Told(roster(TRAINING)), "a run", stream=stream, plain_seconds=math.inf)
     display.close()
     assert stream.getvalue() == ""
     display.start()
@@ -273,7 +281,7 @@ def test_on_a_terminal_any_name_is_shown_as_it_is_written_and_moves_no_cursor(mo
     monkeypatch.setenv("TERM", "xterm")
     members = tuple(member(name, waiting="for [/] \x1b[31m" * 1000) for name in NAMES)
     with pseudo_terminal() as terminal, open(terminal.child, "w", closefd=False) as stream:
-        display = Display(lambda: roster(*members), "at [/red] \x1b[2J", stream=stream)
+        display = Display(Told(roster(*members)), "at [/red] \x1b[2J", stream=stream)
         with display:
             display.say("it says [/red] \x1b[2J")
         stream.flush()
@@ -304,7 +312,7 @@ def test_any_figure_that_a_hub_sends_can_be_shown(value) -> None:
     odd = roster(
         TRAINING | figures, {"loss": value}, {}, hub=counts, served=served, seconds=number, scores={"loss": number}
     )
-    shown = roster_line(odd) + render(roster_table(odd), 100)
+    shown = roster_line(odd) + render(RosterTable(odd), 100)
     assert "\x1b" not in shown and all(len(line) < 700 for line in shown.splitlines())
 
 
@@ -327,24 +335,24 @@ def wide(table: object) -> str:
 
 
 def test_the_device_of_each_node_is_shown_without_its_maker_once_one_is_known() -> None:
-    known = roster_table(roster(TRAINING | {"device": "NVIDIA GeForce RTX 3060"}, NEW, member("pc-3", device="cpu")))
+    known = RosterTable(roster(TRAINING | {"device": "NVIDIA GeForce RTX 3060"}, NEW, member("pc-3", device="cpu")))
     lines = wide(known).splitlines()
     assert "device" in lines[0] and "RTX 3060" in lines[1] and "NVIDIA" not in lines[1] and "cpu" in lines[3]
     assert len(lines) == 4
     assert render(known, 80).splitlines()[-1].strip() == "RTX 3060: pc-1  cpu: pc-3"
-    unknown = roster_table(roster(TRAINING, NEW))
+    unknown = RosterTable(roster(TRAINING, NEW))
     assert "device" not in wide(unknown) and len(render(unknown, 80).splitlines()) == 3
 
 
 def test_a_device_is_its_nodes_words_and_cannot_move_the_cursor() -> None:
-    shown = roster_table(roster(TRAINING | {"device": "[red]x\x1b[2J" + "y" * 500}))
+    shown = RosterTable(roster(TRAINING | {"device": "[red]x\x1b[2J" + "y" * 500}))
     for text in (render(shown, 80), wide(shown)):
         assert "\x1b" not in text and "[red]x?[2Jyyy" in text and "y" * 30 not in text
 
 
 def test_on_80_columns_no_figure_is_cut_by_a_device() -> None:
     known = TRAINING | {"device": "NVIDIA GeForce RTX 4070 Ti SUPER", "link_rate": 119.5e6}
-    shown = render(roster_table(roster(known)), 80)
+    shown = render(RosterTable(roster(known)), 80)
     for figure in ("128", "3.4 k", "2.250", "1.2 MB", "999 B", "956 Mb/s", "RTX 4070 Ti SUPER: pc-1"):
         assert figure in shown
 
@@ -352,7 +360,7 @@ def test_on_80_columns_no_figure_is_cut_by_a_device() -> None:
 def test_on_80_columns_with_links_a_long_name_cuts_no_figure_and_what_is_said_of_a_node_stands_below() -> None:
     figures = {"link_rate": 119.5e6, "step": 123_456, "bytes_sent": 123_400_000, "bytes_received": 999_000_000}
     long = TRAINING | figures | {"name": "the-pc-by-the-window-of-room-12", "state": "quarantined"}
-    lines = render(roster_table(roster(TRAINING | figures, long)), 80).splitlines()
+    lines = render(RosterTable(roster(TRAINING | figures, long)), 80).splitlines()
     shown = "* 123456 3.4 k 2.250 5 1 123 MB 999 MB 956 Mb/s"
     assert [" ".join(line.split()) for line in lines[1:3]] == [f"pc-1 {shown}", f"the-pc-by-th… {shown}"]
     assert [line.strip() for line in lines[3:]] == ["the-pc-by-the-window-of…: quarantined"]
@@ -360,7 +368,7 @@ def test_on_80_columns_with_links_a_long_name_cuts_no_figure_and_what_is_said_of
 
 def test_the_same_batches_and_a_loop_without_units_are_said_of_the_node() -> None:
     remarks = TRAINING | {"same_batches_as": "pc-2#1", "takes_no_units": True}
-    shown = " ".join(wide(roster_table(roster(remarks, NEW))).split())
+    shown = " ".join(wide(RosterTable(roster(remarks, NEW))).split())
     assert "trains on the same batches as pc-2;" in shown and "takes no data units" in shown
     line = roster_line(roster(remarks, NEW))
     assert line.endswith("pc-1 trains on the same batches as pc-2; takes no data units")

@@ -47,7 +47,7 @@ def wrong(findings):
 
 
 def test_a_healthy_pc_on_a_healthy_link_has_nothing_to_fix():
-    findings = [*judge_way("tcp://hub:5555", WAY), *judge_link(LINK, WAY), *judge_machine(MACHINE)]
+    findings = [*judge_way("tcp://hub:5555", WAY), *judge_link(LINK), *judge_machine(MACHINE)]
     assert wrong(findings) == {}
     said = " ".join(finding.text for finding in findings)
     for words in ("952 Mb/s toward the hub", "run-1, version 7", "RTX 3060 with 9.0 GB", "1500 bytes", "2.0 ms ahead"):
@@ -65,17 +65,17 @@ def test_a_healthy_pc_on_a_healthy_link_has_nothing_to_fix():
     ],
 )
 def test_a_link_that_is_slow_or_late_is_found_with_what_to_do(change, what, remedy):
-    found = wrong(judge_link(replace(LINK, **change), WAY))
+    found = wrong(judge_link(replace(LINK, **change)))
     assert list(found) == [what] and remedy in found[what]
 
 
 def test_a_link_that_others_train_on_is_not_called_slow_for_that():
-    assert wrong(judge_link(replace(LINK, nodes=4, up=30e6), WAY)) == {}
+    assert wrong(judge_link(replace(LINK, nodes=4, up=30e6))) == {}
 
 
 def test_what_the_hub_does_not_let_be_measured_is_left_out_and_not_invented():
     link = replace(LINK, up=None, down=None, loaded=None, clock_ahead_seconds=None, refused="too many probes")
-    findings = list(judge_link(link, WAY))
+    findings = list(judge_link(link))
     assert [finding.what for finding in findings] == ["run", "rate", "ping"]
     assert "too many probes" in findings[1].text
 

@@ -24,7 +24,6 @@ def ends():
             there.settimeout(BOUND_SECONDS)
             with node, there:
                 yield proxy, there, node
-    proxy.close()
 
 
 def read(end, count):

@@ -84,7 +84,7 @@ def test_each_thing_that_is_advised_makes_the_card_hold_less_or_the_same(paramet
     plan = estimate(model, 4 * slots * parameters, replace(SETTINGS, fragments=fragments), place, activation_bytes=more)
     for change, *_ in plan._choices():
         if "batches" not in change.text:
-            assert change.apply(plan).device_bytes <= plan.device_bytes
+            assert replace(plan, **change.fields).device_bytes <= plan.device_bytes
 
 
 def test_what_fits_is_said_to_fit_and_that_activations_are_not_counted():

@@ -25,10 +25,10 @@ WISH = Wish(parameters=25_000_000, nodes=4, step_seconds=0.05)
 
 def test_no_other_codec_or_period_would_be_faster_to_a_loss():
     plan = make_plan(WISH)
-    assert all(plan.option.time <= make_plan(replace(WISH, codec=codec)).option.time for codec in CODECS)
+    assert all(plan.time <= make_plan(replace(WISH, codec=codec)).time for codec in CODECS)
     for factor in (1.25, 2, 4, 8):
         every = round(factor * plan.schedule.every)
-        assert plan.option.time <= make_plan(replace(WISH, every=every)).option.time + 1e-9
+        assert plan.time <= make_plan(replace(WISH, every=every)).time + 1e-9
 
 
 def test_the_slower_the_link_the_sparser_the_codec():

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from zmqtrain.broker.checkpoint import History, read_history
 from zmqtrain.chaos.schedule import BROKER, Fault, FaultKind
@@ -55,19 +55,12 @@ class FaultEvent:
 class Player:
     """Plays schedules against these services.
 
-    services: by the target's name.  wires: of those that have one.  say: is told a line of each thing that is done.
+    services: by the target's name.  wires: of those that have one.  out: gets a line for each thing that is done.
     """
 
-    def __init__(
-        self, services: Mapping[str, Service], wires: Mapping[str, Wire], say: Callable[[str], None] = lambda line: None
-    ) -> None:
-        self.services, self.wires, self.say = services, wires, say
+    def __init__(self, services: Mapping[str, Service], wires: Mapping[str, Wire], out: TextIO | None = None) -> None:
+        self.services, self.wires, self.out = services, wires, out
         self.events: list[FaultEvent] = []
-
-    def look(self) -> None:
-        """See to all services."""
-        for service in self.services.values():
-            service.look()
 
     def wait(self, seconds: float, done: Callable[[], bool] = lambda: False) -> bool:
         """Keep the services alive for so long, or until `done`; return whether that was so."""
@@ -75,7 +68,8 @@ class Player:
         while not done():
             if time.monotonic() >= until:
                 return False
-            self.look()
+            for service in self.services.values():
+                service.look()
             time.sleep(LOOK_SECONDS)
         return True
 
@@ -92,23 +86,16 @@ class Player:
                 if not begins:
                     if fault in open_faults:
                         del open_faults[fault]
-                        self._end(fault)
-                elif not self._begin(fault, time.monotonic() - began).trouble and fault.seconds:
+                        self.undo(fault)
+                elif not self.do(fault, time.monotonic() - began).trouble and fault.seconds:
                     open_faults[fault] = None
             self.wait(max(0.0, began + seconds - time.monotonic()), done)
         finally:
             for fault in open_faults:
-                self._end(fault)
+                self.undo(fault)
 
-    def do(self, fault: Fault) -> FaultEvent:
-        """Do one fault now; who asked for it ends it with `undo`."""
-        return self._begin(fault, fault.at)
-
-    def undo(self, fault: Fault) -> None:
-        """End a fault that `do` began."""
-        self._end(fault)
-
-    def _begin(self, fault: Fault, at: float) -> FaultEvent:
+    def do(self, fault: Fault, at: float = 0.0) -> FaultEvent:
+        """Begin one fault now, `at` seconds after the schedule; `undo` ends it."""
         service, trouble = self.services[fault.target], ""
         now = time.monotonic()
         try:
@@ -136,10 +123,11 @@ class Player:
             trouble = f"{type(error).__name__}: {error}"
         event = FaultEvent(fault, now, trouble)
         self.events.append(event)
-        self.say(f"{at:8.1f} s  {fault}" + (f": could not be done: {trouble}" if trouble else ""))
+        self._say(f"{at:8.1f} s  {fault}" + (f": could not be done: {trouble}" if trouble else ""))
         return event
 
-    def _end(self, fault: Fault) -> None:
+    def undo(self, fault: Fault) -> None:
+        """End a fault that `do` began."""
         service = self.services[fault.target]
         try:
             match fault.kind:
@@ -155,7 +143,11 @@ class Player:
                     if fault.target in self.wires:
                         self.wires[fault.target].disturb(kind, 0.0)
         except (OSError, RuntimeError) as error:
-            self.say(f"            {fault} could not be ended: {error}")
+            self._say(f"            {fault} could not be ended: {error}")
+
+    def _say(self, line: str) -> None:
+        if self.out is not None:
+            print(line, file=self.out, flush=True)
 
 
 KEEP_ALL = ("--checkpoint-keep", "1000000")
@@ -167,12 +159,10 @@ ASK_SECONDS = 0.25
 
 
 def hub_folder(folder: Path) -> Path:
-    """Return where the broker of a run keeps its checkpoints."""
     return folder / "hub"
 
 
 def record_of(folder: Path, name: str) -> Path:
-    """Return where one of a run's processes writes its record."""
     return folder / f"{name}.jsonl"
 
 
@@ -194,26 +184,21 @@ class Outcome:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What the ledger and the sum of what was released say is wrong."""
         return self.audit.faults + self.history.faults
 
 
 class Run:
     """One run, from `with` to the end of the block.
 
-    services: by name, the broker and the nodes.  wires: of those that have one.  say: is told what is done.
+    services: by name, the broker and the nodes.  wires, out: as for `Player`.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        services: Mapping[str, Service],
-        wires: Mapping[str, Wire],
-        say: Callable[[str], None] = lambda line: None,
+        self, folder: Path, services: Mapping[str, Service], wires: Mapping[str, Wire], out: TextIO | None = None
     ) -> None:
-        self.folder, self.services, self.say = folder, dict(services), say
+        self.folder, self.services = folder, services
         self.nodes = tuple(name for name in services if name != BROKER)
-        self.player = Player(services, wires, say)
+        self.player = Player(services, wires, out)
 
     def __enter__(self) -> Run:
         try:
@@ -231,44 +216,11 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ waiting
-
     def wait_training(self, seconds: float = READY_SECONDS) -> None:
         """Wait until all nodes train together. Raises RuntimeError if they do not, with what they say."""
-        if not self.player.wait(seconds, _now_and_then(lambda: self._all_joined() and self._released())):
+        if not self.player.wait(seconds, now_and_then(self._all_train)):
             words = "; ".join(f"{name}: {' '.join(one.last_lines[-1:])}" for name, one in self.services.items())
             raise RuntimeError(f"the run has not begun within {seconds:g} s: {words}")
-
-    def wait_back(self, name: str, since: float, seconds: float) -> bool:
-        """Wait until a node has joined again since a moment of the wall clock; False if it takes longer."""
-
-        def back() -> bool:
-            said = self._said_by_broker()
-            began = next((record["began"] for record in said if "began" in record), 0.0)
-            joined = [
-                r["seconds"] for r in said if r["kind"] == "membership" and (r["what"], r["node"]) == ("joined", name)
-            ]
-            return any(began + at > since for at in joined)
-
-        return self.player.wait(seconds, _now_and_then(back))
-
-    def wait_restarted(self, name: str, lives: int, seconds: float) -> float:
-        """Wait until one of them is at work in another life than its first so many; return since when, monotonic.
-
-        Raises RuntimeError if that takes longer.
-        """
-        service = self.services[name]
-        if not self.player.wait(seconds, lambda: len(service.lives) > lives and service.lives[-1].ready_at > 0):
-            raise RuntimeError(f"the {name} is not back within {seconds:g} s: {' '.join(service.last_lines[-1:])}")
-        return service.lives[-1].ready_at
-
-    def wait_over(self, seconds: float = END_SECONDS) -> bool:
-        """Keep everybody alive until the broker has ended by itself and its nodes too; False if that takes longer."""
-        over = self.player.wait(seconds, lambda: self.services[BROKER].over)
-        for name in self.nodes:  # a node that was started again too late finds nobody any more
-            self.services[name].wanted = False
-        self.player.wait(LEAVE_SECONDS, lambda: not any(self.services[name].alive for name in self.nodes))
-        return over
 
     def end(self, seconds: float = END_SECONDS) -> bool:
         """Tell the nodes to send what they have and to end, then the broker; False if that takes longer."""
@@ -306,12 +258,10 @@ class Run:
         path = record_of(self.folder, BROKER)
         return read_records(path) if path.exists() else []
 
-    def _all_joined(self) -> bool:
-        joined = {one["node"] for one in self._said_by_broker() if one["kind"] == "membership"}
-        return joined >= set(self.nodes)
-
-    def _released(self) -> bool:
-        return any(one["kind"] == "release" for one in self._said_by_broker())
+    def _all_train(self) -> bool:
+        said = self._said_by_broker()
+        joined = {one["node"] for one in said if one["kind"] == "membership"}
+        return joined >= set(self.nodes) and any(one["kind"] == "release" for one in said)
 
 
 def _held_out_loss(lives: Sequence[Sequence[Record]]) -> float:
@@ -324,7 +274,7 @@ def _held_out_loss(lives: Sequence[Sequence[Record]]) -> float:
     return float(statistics.median(scored)) if scored else math.nan
 
 
-def _now_and_then(done: Callable[[], bool]) -> Callable[[], bool]:
+def now_and_then(done: Callable[[], bool]) -> Callable[[], bool]:
     """Ask this at most every `ASK_SECONDS`: who is asked reads a whole file."""
     asked_at = 0.0
 

@@ -27,11 +27,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from zmqtrain.chaos.schedule import FaultKind
 from zmqtrain.transport.address import parse_address
@@ -57,29 +55,32 @@ class ProcessRun:
 
 
 class Service:
-    """A program that is wanted to run.
+    """A Python module that is wanted to run, with a wall clock that can jump.
 
-    start: starts it once more, with its standard output a pipe.  log: where everything that it says is kept.
-    ready: a text; the first line that holds it says that the process is at work.  restart_seconds: the breath before it
-    is started again.  clock_file: where a jump of its wall clock is written (see `zmqtrain.chaos.services`).
+    folder: of its output (NAME.log), and of the jumps of its clock (NAME.clock).  line: the module's arguments.
+    prefix: a command that runs the rest of its own line, as `ip netns exec HOST`.  environment: its variables; None:
+    those of this process.  ready: the first line of output with this text says that the process is at work.
+    restart_seconds: from its end to the next start.
     """
 
     def __init__(
         self,
+        folder: Path,
         name: str,
-        start: Callable[[], subprocess.Popen[bytes]],
-        log: Path,
+        module: str,
+        line: Sequence[str] = (),
         *,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         ready: str = "",
         restart_seconds: float = 0.5,
-        clock_file: Path | None = None,
     ) -> None:
-        self.name, self.log, self.ready, self.restart_seconds = name, log, ready, restart_seconds
-        self.clock_file = clock_file
+        self.name, self.log, self._clock = name, folder / f"{name}.log", folder / f"{name}.clock"
+        self.ready, self.restart_seconds, self._environment = ready, restart_seconds, environment
+        self._command = [*prefix, sys.executable, "-m", "zmqtrain.chaos.services", str(self._clock), module, *line]
         self.lives: list[ProcessRun] = []
         self.last_lines: list[str] = []
         self.wanted = self.over = False
-        self._start_process = start
         self._readers: list[threading.Thread] = []
         self._slowed = 0.0
         self._stopped = self._disk_full = False
@@ -88,7 +89,6 @@ class Service:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The newest process."""
         return self.lives[-1].process
 
     @property
@@ -99,7 +99,15 @@ class Service:
     def begin(self) -> None:
         """Start it, and from now on keep it alive."""
         self.wanted, self.over = True, False
-        process, now = self._start_process(), time.monotonic()
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C in the terminal is for this process
+        )
+        now = time.monotonic()
         life = ProcessRun(process, now, 0.0 if self.ready else now)
         self.lives.append(life)
         if self._disk_full:  # it is no less full for who is started again
@@ -150,17 +158,16 @@ class Service:
         return time.monotonic()
 
     def stop(self) -> None:
-        """Let it stand still until `go_on`."""
+        """Suspend it until `go_on`."""
         self._stopped = True
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let it run again, at its full speed."""
         self._stopped, self._slowed = False, 0.0
         self._signal(signal.SIGCONT)
 
     def slow(self, share: float) -> None:
-        """Let it stand still for this share of the time, in short turns, until `go_on`."""
+        """Suspend it for this share of the time, in short turns, until `go_on`."""
         self._slowed = share
 
     def fill_disk(self) -> None:
@@ -169,15 +176,12 @@ class Service:
         self._limit_files(0)
 
     def free_disk(self) -> None:
-        """Let it write again."""
         self._disk_full = False
         self._limit_files(resource.RLIM_INFINITY)
 
     def jump_clock(self, days: float) -> None:
-        """Let its wall clock jump by so many days; nothing happens to one that was not started for it."""
-        if self.clock_file is not None:
-            self.clock_file.write_text(f"{days:g}")
-            self._signal(signal.SIGUSR1)
+        self._clock.write_text(f"{days:g}")
+        self._signal(signal.SIGUSR1)
 
     def interrupt(self) -> None:
         """Ask it to end by itself, and do not want it any more."""
@@ -194,8 +198,8 @@ class Service:
                     life.process.send_signal(signal.SIGCONT)
                 life.process.kill()
             life.process.wait()
-            if life.process.stdin is not None:
-                life.process.stdin.close()
+            assert life.process.stdin is not None
+            life.process.stdin.close()
             if life.code is None:
                 life.code, life.ended_at = life.process.returncode, time.monotonic()
         for reader in self._readers:
@@ -223,7 +227,7 @@ class Service:
         self.begin()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -255,38 +259,28 @@ class Proxy:
         self._ready.wait()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Reset all connections and end; twice is once."""
+    def __exit__(self, *_: object) -> None:
+        """Reset all connections and end."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
         self._listener.close()
 
-    # ------------------------------------------------------------------ any thread: what befalls it
+    # ------------------------------------------------------------------ any thread: faults
 
     def unplug(self) -> None:
-        """See Wire."""
         self._loop.call_soon_threadsafe(self._plugged.clear)
 
     def plug(self) -> None:
-        """See Wire."""
         self._loop.call_soon_threadsafe(self._plugged.set)
 
     def drop(self) -> None:
-        """See Wire: each open connection is torn in the middle of what it carries next."""
+        """Tear each open connection in the middle of what it carries next."""
         self._loop.call_soon_threadsafe(lambda: self._torn.update(self._open))
 
     def disturb(self, kind: FaultKind, share: float) -> None:
-        """See Wire; only "slow": what changes bytes of a stream is no fault that TCP lets through.
-
-        Raises RuntimeError for another kind.
-        """
+        """Slow the wire down. Raises RuntimeError for another kind: TCP lets no changed byte of a stream through."""
         if kind != "slow":
             raise RuntimeError(
                 f"{kind} befalls frames of a network: it is played on a star of namespaces, or simulated"

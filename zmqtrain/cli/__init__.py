@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 
 from zmqtrain import __version__
@@ -43,28 +43,33 @@ VERSION = "zmqtrain --version prints the version."
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code, 2 if there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE + "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items()) + "\n\n" + VERSION)
-        return 0 if arguments else 2
-    name, *rest = arguments
-    if name == "--version":
+    if arguments[:1] == ["--version"]:
         print(f"zmqtrain {__version__}")
         return 0
-    if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}."
-        print(f"zmqtrain: there is no command {name!r}; {hint}", file=sys.stderr)
-        return 2
-    return _run(name, rest)
+    listed = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())
+    code = no_command("zmqtrain", arguments, COMMANDS, f"{USAGE}{listed}\n\n{VERSION}")
+    return _run(arguments[0], arguments[1:]) if code is None else code
+
+
+def no_command(program: str, arguments: Sequence[str], commands: Collection[str], usage: str) -> int | None:
+    """Return None if `arguments` begin with one of these commands; else print the usage or what is wrong, and return
+    the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage)
+        return 0 if arguments else 2
+    if arguments[0] in commands:
+        return None
+    close = difflib.get_close_matches(arguments[0], commands, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}."
+    print(f"{program}: there is no command {arguments[0]!r}; {hint}", file=sys.stderr)
+    return 2
 
 
 def broker_main() -> int:
-    """Run the command `zmqtrain-broker`; return its exit code."""
     return _run("broker", None)
 
 
 def node_main() -> int:
-    """Run the command `zmqtrain-node`; return its exit code."""
     return _run("node", None)
 
 

@@ -17,23 +17,16 @@ import tempfile
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from zmqtrain import __version__
 from zmqtrain.broker.broker import Broker
 from zmqtrain.broker.checkpoint import MODEL_FILE, RUNS, RunFolders, part_file
 from zmqtrain.broker.serve import serve
-from zmqtrain.broker.standby import ShardPlace, StandbyPlace
+from zmqtrain.broker.standby import ShardPlace, Standby, StandbyPlace
 from zmqtrain.cli.display import Display, log_to_stderr, plural, say
 from zmqtrain.cli.ending import leave_at_once
-from zmqtrain.cli.settings import (
-    File,
-    Folder,
-    PortOptions,
-    RunOptions,
-    check_host,
-    command,
-    require,
-)
+from zmqtrain.cli.settings import File, Folder, PortOptions, RunOptions, check_host, command, require
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.installed import clone_folder, command_word
 from zmqtrain.core.settings import RunSettings
@@ -192,15 +185,23 @@ class _BrokerProgram:
         check_checkpoint(RUNS if own_folder else config.checkpoint)
         self._beginning = config.read_beginning(self._settings)
         self._keys = open_keys(config)
-        self._place, self._standby = _place(config), _standby(config)
+        self._place: ShardPlace | None = None
+        self._standby: StandbyPlace | None = None
+        follows: dict[str, Any] = {"address": config.address, "wait_seconds": config.wait_seconds}
+        if config.shard_index:
+            check_host(config.first)
+            self._place = ShardPlace(shard=config.shard_index, shards=config.shards, first=config.first, **follows)
+        elif config.standby:
+            check_host(config.standby)
+            self._standby = StandbyPlace(first=config.standby, takeover_seconds=config.takeover_seconds, **follows)
         self._is_first = self._place is None and self._standby is None
         self._checkpoint = RunFolders() if own_folder else config.checkpoint
         self._unfinished = RunFolders().cut_short() if own_folder and self._is_first else None
-        self._roster: Roster | None = None
+        self.roster: Roster | None = None
         self._folder: Path | None = None
         trained = describe_program(self._settings) if self._place is None else f"shard {config.shard}"
         what = trained if self._standby is None else f"the run of {config.standby}"
-        self._display = Display(lambda: self._roster, f"broker: {what}")
+        self._display = Display(self, f"broker: {what}")
 
     def run(self) -> int:
         config, recorder = self._config, None
@@ -222,7 +223,7 @@ class _BrokerProgram:
                 place=self._place,
                 standby=self._standby,
                 beginning=self._beginning,
-                following=lambda standby: say(standby_greeting(standby.follower.run, config, standby.address)),
+                following=self._following,
             )
         finally:
             self._display.close()
@@ -231,16 +232,25 @@ class _BrokerProgram:
         if self._standby is not None and statistics.version < 0:
             print("ended as a standby that was not needed")
             return 0
-        over = self._roster is not None and 0 < self._roster.units_total <= self._roster.units_done
+        over = self.roster is not None and 0 < self.roster.units_total <= self.roster.units_done
         say(result(statistics.version, statistics.contributions, self._folder, self._folder, over=over))
         return 0
+
+    def _following(self, standby: Standby) -> None:
+        config, address = self._config, standby.address
+        say(
+            f"{standby.follower.run}: the standby of {config.standby}, which nodes reach at {address} (--address says "
+            f"otherwise)\nit takes over {config.takeover_seconds:g} s after that is gone and its nodes say so, or at: "
+            f"zmqtrain promote {address}"
+        )
 
     def _ready(self, broker: Broker) -> None:
         config, hub, self._folder = self._config, broker.hub, broker.folder
         if hub.ledger.finished:
             return say(finished(hub.run, hub.version, hub.ledger.total))
         if self._standby is not None:
-            say(takeover_greeting(hub.run, hub.version, hub.term))
+            at = f"at version {max(0, hub.version)}, as term {hub.term}"
+            say(f"{hub.run}: this broker has taken over, {at}; its nodes come by themselves")
         elif self._place is None:
             resumed = hub.version if self._beginning is None else -1
             say(greeting(config, hub.run, resumed, broker.channel.address, self._keys))
@@ -261,16 +271,15 @@ class _BrokerProgram:
         self._display.start()
 
     def _watch(self, roster: Roster) -> None:
-        self._roster = roster
+        self.roster = roster
 
     def _interrupted(self, count: int) -> None:
         if count > 1:
             leave_at_once()
-        self._display.say(ending(self._roster, self._folder))
+        self._display.say(ending(self.roster, self._folder))
 
 
 def finished(run: str, version: int, units: int) -> str:
-    """Return the message of a restarted run that had ended already: what to raise."""
     return (
         f"{run} has come to its end: all its {units:,} data units are done, at version {version}. To train on, raise "
         f"--units (as --units {2 * units}; 0: no end)"
@@ -285,7 +294,6 @@ def stop_line(address: str, keys: KeyFolder | None) -> str:
 
 
 def saving(folder: Path | None) -> str:
-    """Return the line that says where the run is saved. folder: None: nowhere."""
     if folder is None:
         return "nothing is saved (--no-checkpoint): the model is lost when this broker ends"
     return f"the run and its model are saved in {folder}"
@@ -360,33 +368,6 @@ def open_keys(config: BrokerConfig) -> KeyFolder | None:
     return folder
 
 
-def _place(config: BrokerConfig) -> ShardPlace | None:
-    """Return this broker's place, None for the first or only one. Raises ConfigError."""
-    if config.shard_index == 0:
-        return None
-    check_host(config.first)
-    return ShardPlace(
-        shard=config.shard_index,
-        shards=config.shards,
-        first=config.first,
-        address=config.address,
-        wait_seconds=config.wait_seconds,
-    )
-
-
-def _standby(config: BrokerConfig) -> StandbyPlace | None:
-    """Return the broker that this one follows, None if it is no standby. Raises ConfigError."""
-    if not config.standby:
-        return None
-    check_host(config.standby)
-    return StandbyPlace(
-        first=config.standby,
-        address=config.address,
-        takeover_seconds=config.takeover_seconds,
-        wait_seconds=config.wait_seconds,
-    )
-
-
 def check_program(settings: RunSettings) -> str:
     """Check the program's name and arguments without importing it.
 
@@ -435,7 +416,6 @@ def check_checkpoint(folder: Path | None) -> None:
 
 
 def describe_program(settings: RunSettings) -> str:
-    """Return the program with its arguments, for people."""
     if not settings.program:
         return "the model of the first node (custom loops)"
     return settings.program + (f" ({settings.program_arguments})" if settings.program_arguments else "")
@@ -530,27 +510,10 @@ def _said_folder(keys: KeyFolder) -> str:
 
 
 def shard_greeting(config: BrokerConfig, run: str, version: int, address: str) -> str:
-    """Return the first words of a broker that is not the first. address: where nodes reach it."""
     resumed = f", resumed at version {version}" if version >= 0 else ""
     return (
         f"{run}{resumed}: shard {config.shard}, which nodes reach at {address} (--address says otherwise)\n"
         f"nodes join at the first broker:  {config.first}"
-    )
-
-
-def standby_greeting(run: str, config: BrokerConfig, address: str) -> str:
-    """Return a standby's first words. address: where nodes reach it."""
-    return (
-        f"{run}: the standby of {config.standby}, which nodes reach at {address} (--address says otherwise)\n"
-        f"it takes over {config.takeover_seconds:g} s after that is gone and its nodes say so, or at: zmqtrain promote "
-        f"{address}"
-    )
-
-
-def takeover_greeting(run: str, version: int, term: int) -> str:
-    """Return a standby's words once it is the hub."""
-    return (
-        f"{run}: this broker has taken over, at version {max(0, version)}, as term {term}; its nodes come by themselves"
     )
 
 

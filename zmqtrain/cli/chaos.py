@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -94,7 +92,6 @@ class ChaosConfig:
 
 def _run(config: ChaosConfig) -> int:
     console = Terminal()
-    say = partial(console.print, soft_wrap=True)
     names = [f"node-{number + 1}" for number in range(config.nodes)]
     seconds = 60 * config.minutes
     schedule = draw_schedule(
@@ -108,14 +105,14 @@ def _run(config: ChaosConfig) -> int:
     with contextlib.ExitStack() as stack:
         folder = config.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zmqtrain-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
-        run = _make_run(config, folder, names, stack, say)
+        run = _make_run(config, folder, names, stack)
         try:
             with run:
-                say(f"{config.nodes} nodes train {config.program}; {len(schedule)} faults to come")
+                console.print(f"{config.nodes} nodes train {config.program}; {len(schedule)} faults to come")
                 run.wait_training()
                 began = time.monotonic()
                 run.player.play(schedule, seconds)
-                say("the faults are over: the nodes send what they have")
+                console.print("the faults are over: the nodes send what they have")
                 ended = run.end()
                 took = time.monotonic() - began
         except RuntimeError as error:
@@ -123,14 +120,13 @@ def _run(config: ChaosConfig) -> int:
         outcome = run.outcome(ended, took)
         console.print(outcome_table(outcome))
         for fault in outcome.faults[:SHOWN]:
-            say(fault)
+            console.print(fault, soft_wrap=True)
         return FAULTY if outcome.faults else 0
 
 
-def _make_run(
-    config: ChaosConfig, folder: Path, names: Sequence[str], stack: contextlib.ExitStack, say: Callable[[str], None]
-) -> Run:
+def _make_run(config: ChaosConfig, folder: Path, names: Sequence[str], stack: contextlib.ExitStack) -> Run:
     """Return the run, with its wires up and nothing started."""
+    prefix = sharing_card([])
     with socket.create_server(("127.0.0.1", 0)) as free:  # one port for all lives of the broker
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     line = ["--bind", address, "--program", config.program, "--program-arguments", config.program_arguments]
@@ -138,7 +134,7 @@ def _make_run(
     line += ["--record", str(record_of(folder, BROKER))]
     if config.settings is not None:
         line += ["--config", str(config.settings)]
-    services = {BROKER: _service(folder, BROKER, "zmqtrain.cli.broker", line, READY)}
+    services = {BROKER: Service(folder, BROKER, "zmqtrain.cli.broker", line, prefix=prefix, ready=READY)}
     wires: dict[str, Proxy] = {}
     for name in names:
         wires[name] = stack.enter_context(Proxy(address))
@@ -146,28 +142,11 @@ def _make_run(
         line += ["--pace-seconds", str(config.pace_seconds)]
         if config.node_checkpoints:
             line += ["--checkpoint", str(folder / name), "--checkpoint-every", NODE_CHECKPOINT_EVERY]
-        services[name] = _service(folder, name, "zmqtrain.cli.node", line)
-    return Run(folder, services, wires, say)
-
-
-def _service(folder: Path, name: str, module: str, line: Sequence[str], ready: str = "") -> Service:
-    clock = folder / f"{name}.clock"
-    command = sharing_card([sys.executable, "-m", "zmqtrain.chaos.services", str(clock), module, *line])
-
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the terminal is for this process
-        )
-
-    return Service(name, start, folder / f"{name}.log", ready=ready, clock_file=clock)
+        services[name] = Service(folder, name, "zmqtrain.cli.node", line, prefix=prefix)
+    return Run(folder, services, wires, sys.stdout)
 
 
 def outcome_table(outcome: Outcome) -> Table:
-    """Return what a run that was broken came to."""
     judged, not_done = outcome.audit, sum(bool(event.trouble) for event in outcome.events)
     rows = {
         "faults": f"{len(outcome.events) - not_done} done" + (f", {not_done} could not be" if not_done else ""),

@@ -8,10 +8,12 @@ Rule 3: every run has its best learning rate of one grid (RATES).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +22,13 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 from numpy.typing import NDArray
+from rich.box import HEAVY_HEAD
 from rich.table import Table
 
-from zmqtrain.cli.display import Display, Terminal, format_bytes, format_count, format_number, log_to_stderr
+from zmqtrain.cli.display import Display, Terminal, format_bytes, format_count, format_number, log_to_stderr, table_of
 from zmqtrain.cli.ending import first_interrupt
 from zmqtrain.cli.local import LOOK_SECONDS, Federation
-from zmqtrain.cli.settings import LogOptions, command, require
+from zmqtrain.cli.settings import LogOptions, command, make_folder, require
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import how_to_install
 from zmqtrain.core.settings import RunSettings
@@ -100,13 +103,12 @@ class Curve:
     samples: int
     steps: int
     seconds: float
-    contributions: int
-    bytes_sent: int
-    bytes_received: int
+    contributions: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
     @property
     def samples_per_second(self) -> float:
-        """How fast the shared model has seen samples."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
@@ -164,7 +166,6 @@ class Recorder:
         self._seen: list[tuple[int, float, int]] = []  # (version, seconds, samples) of each roster
 
     def __call__(self, roster: Roster) -> None:
-        """Take one roster."""
         steps = max((int(member.get("step", 0)) for member in roster.members), default=0)
         if self.began is None and steps > 0:
             before = self._seen[-1][1] if self._seen else -math.inf
@@ -182,7 +183,6 @@ class Recorder:
             self._points.append(Point(max(0.0, float(at)), count, roster.scores["loss"]))
 
     def curve(self) -> Curve:
-        """Return what was collected."""
         last = self._last
         if last is None or self.began is None:
             raise ZmqTrainError(f"the run {self.label!r} did not begin: its nodes trained nothing")
@@ -202,7 +202,6 @@ class Recorder:
 
 
 def pace_sentence(pace_seconds: float) -> str:
-    """Say what is emulated."""
     return f"each node paced to one step per {1000 * pace_seconds:.0f} ms, as on a PC of its own"
 
 
@@ -216,7 +215,7 @@ def ideal_sentence(nodes: int) -> str:
 
 def _run(config: DemoConfig) -> int:
     figure_type = _load_matplotlib()
-    _check_folder(config.output)
+    make_folder(config.output, "--output")
     log_to_stderr(config.verbose)
     pause = config.seconds / SCORES
     shared = replace(SHARED, program_arguments=_arguments("together", config), evaluate_seconds=pause)
@@ -241,7 +240,8 @@ def _run(config: DemoConfig) -> int:
         )
     runs = [asdict(curve) | {"smoothed_losses": curve.losses} for curve in (together, single, ideal)]
     values = {"pace_seconds": config.pace_seconds, "note": paced, "ideal": ideal_sentence(config.nodes), "runs": runs}
-    _write_json(config.output / "demo.json", {**values, "settings": shared.to_dict()})
+    with _written(config.output / "demo.json") as path:
+        path.write_text(json.dumps({**values, "settings": shared.to_dict()}, indent=1) + "\n")
     draw(figure_type, together, single, ideal, config.pace_seconds, config.output / "demo.png")
     print(f"wrote {config.output / 'demo.png'} and {config.output / 'demo.json'}")
     print(speed_sentence(together, single, ideal))
@@ -249,7 +249,6 @@ def _run(config: DemoConfig) -> int:
 
 
 def _arguments(run: str, config: DemoConfig) -> str:
-    """Return the program's arguments in one of the runs of RATES."""
     batch = BATCH * config.nodes if run == "ideal" else BATCH
     return f"batch={batch},rate={RATES[run]:g}" + (f",data={config.data}" if config.data else "")
 
@@ -272,9 +271,6 @@ def _compute_ideal(config: DemoConfig) -> Curve:
         samples=result.samples,
         steps=result.steps,
         seconds=config.seconds,
-        contributions=0,
-        bytes_sent=0,
-        bytes_received=0,
     )
 
 
@@ -283,7 +279,7 @@ def _train(label: str, settings: RunSettings, nodes: int, config: DemoConfig) ->
     recorder = Recorder(label, nodes, config.pace_seconds)
     federation = Federation(settings, nodes, pace_seconds=config.pace_seconds, watch=recorder)
     with federation:
-        display = Display(lambda: federation.roster, f"{label}: {pace_sentence(config.pace_seconds)}")
+        display = Display(federation, f"{label}: {pace_sentence(config.pace_seconds)}")
         with first_interrupt(lambda: display.say("stopping (Ctrl-C again to quit at once)")) as interrupted, display:
             latest = time.monotonic() + START_SECONDS + config.seconds
             while not interrupted() and not _is_over(recorder, federation.roster, config.seconds):
@@ -312,19 +308,13 @@ def _load_matplotlib() -> Any:
     return Figure
 
 
-def _check_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to the folder {folder} (--output): {error.strerror}") from error
-
-
 # ---------------------------------------------------------------------- what it came to
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[Path]:
     try:
-        path.write_text(json.dumps(values, indent=1) + "\n")
+        yield path
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another folder with --output") from error
 
@@ -345,14 +335,8 @@ def speed_sentence(together: Curve, single: Curve, ideal: Curve) -> str:
 
 
 def summary_table(together: Curve, single: Curve, ideal: Curve) -> Table:
-    """Return the runs side by side."""
-    table = Table(title="held-out loss in nats per byte", title_justify="left")
-    table.add_column("")
-    for curve in (together, single, ideal):
-        table.add_column(curve.label, justify="right")
     curves, reached = (together, single, ideal), single.loss
-    sent, received = format_bytes(together.bytes_sent), format_bytes(together.bytes_received)
-    for name, *cells in (
+    rows = (
         ("held-out loss at the end", *(format_number(curve.loss, 4) for curve in curves)),
         ("tokens trained on", *(format_count(curve.samples) for curve in curves)),
         ("tokens per second", *(format_count(curve.samples_per_second) for curve in curves)),
@@ -363,12 +347,13 @@ def summary_table(together: Curve, single: Curve, ideal: Curve) -> Table:
             format_number(ideal.seconds_to(reached), 0),
         ),
         ("deltas shared", f"{together.contributions}", NOT_SHARED, NOT_SHARED),
-        ("sent by all nodes", sent, NOT_SHARED, NOT_SHARED),
-        ("received by all nodes", received, NOT_SHARED, NOT_SHARED),
-    ):
-        table.add_row(name, *cells)
-    table.caption = f"losses are smoothed: each is that of a line through {SMOOTHED} scores over log(seconds)"
-    return table
+        ("sent by all nodes", format_bytes(together.bytes_sent), NOT_SHARED, NOT_SHARED),
+        ("received by all nodes", format_bytes(together.bytes_received), NOT_SHARED, NOT_SHARED),
+    )
+    title = "held-out loss in nats per byte"
+    caption = f"losses are smoothed: each is that of a line through {SMOOTHED} scores over log(seconds)"
+    labels = ("", *(curve.label for curve in curves))
+    return table_of(labels, rows, left="", title=title, caption=caption, box=HEAVY_HEAD, pad_edge=True)
 
 
 def draw(figure_type: Any, together: Curve, single: Curve, ideal: Curve, pace_seconds: float, path: Path) -> None:
@@ -399,10 +384,8 @@ def draw(figure_type: Any, together: Curve, single: Curve, ideal: Curve, pace_se
     figure.suptitle(
         f"{heading}\nideal: {ideal_sentence(together.nodes)}\n{speed_sentence(together, single, ideal)}", fontsize=9
     )
-    try:
+    with _written(path):
         figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another folder with --output") from error
 
 
 main = command(DemoConfig, PROGRAM, _run)

@@ -15,10 +15,9 @@ import sys
 import textwrap
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from rich import console as rich_console
 from rich.console import Console, Group, RenderableType, RenderResult
@@ -66,7 +65,6 @@ class Terminal(Console):
         super().__init__(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a text as rich shows it, also in a table's cell."""
         options |= {"markup": False, "emoji": False, "highlight": False}
         return super().render_str(visible(text), **options)
 
@@ -75,7 +73,6 @@ class VisibleFormatter(logging.Formatter):
     """A log line to which `visible` is applied."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of one record, and its traceback if it has one."""
         return visible(super().format(record))
 
 
@@ -86,7 +83,6 @@ class StderrHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
         line = self.format(record)
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
@@ -357,74 +353,50 @@ def roster_legend(roster: Roster) -> str:
     return "; ".join(parts)
 
 
-def roster_table(roster: Roster) -> RenderableType:
-    """Return one row a member. age: steps from offer to application; stale: versions its last delta was behind.
+class RosterTable:
+    """A row for each member. age: steps from offer to application; stale: versions its last delta was behind.
 
     link: the rate of its port, as it said or as it was measured; the column is there once one is known.  device: on
     what it trains, without the maker's name; where the terminal is narrower than WIDE, it stands below the rows.
 
     Long names are cut short, so that on 80 columns no figure is.
     """
-    return _RosterTable(roster)
-
-
-class _RosterTable:
-    """The members of a roster, in as many columns as the terminal has room for."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
 
     def __rich_console__(self, console: rich_console.Console, options: rich_console.ConsoleOptions) -> RenderResult:
         roster, wide = self._roster, options.max_width >= WIDE
-        devices = _devices(roster)
-        no_room = not wide and any("link_rate" in member for member in roster.members)
-        yield _table(roster, bool(devices) and wide, no_room)
+        measured = any("link_rate" in member for member in roster.members)
+        no_room = measured and not wide  # for what is said of a node besides figures, and for a long name
+        remarks, devices = _remarks(roster, with_state=True), [_device(member) for member in roster.members]
+        columns = [column for column in COLUMNS if measured or column[0] != "link"]
+        table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+        table.add_column("node", no_wrap=True, overflow="ellipsis")
+        if with_device := wide and any(devices):
+            table.add_column("device", no_wrap=True)
+        for title, _, _ in columns:
+            table.add_column(title, justify="right", no_wrap=True)
+        if not no_room:
+            table.add_column("", overflow="fold")
+        names = _names(roster, SHORT_NAME if no_room else NAME_LENGTH)
+        for name, device, (_, remark), member in zip(names, devices, remarks, roster.members, strict=True):
+            evaluates = member.get("peer") == roster.evaluator and len(roster.members) > 1
+            table.add_row(
+                name + (" *" if evaluates else ""),
+                *([device or NOTHING] if with_device else []),
+                *(form(_figure(member, field)) for _, field, form in columns),
+                *([] if no_room else [remark]),
+            )
+        yield table
         if no_room:
-            for name, text in _remarks(roster, with_state=True):
-                if text:
-                    yield Text(f"{name}: {text}")
-        if devices and not wide:
-            yield Text("  ".join(f"{device}: {', '.join(names)}" for device, names in devices.items()))
-
-
-def _table(roster: Roster, with_device: bool, no_room: bool) -> Table:
-    """no_room: for what is said of a node besides figures, and for a long name."""
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("node", no_wrap=True, overflow="ellipsis")
-    if with_device:
-        table.add_column("device", no_wrap=True)
-    measured = any("link_rate" in member for member in roster.members)
-    names = ("step", "samples/s", "loss", "age", "stale", "up", "down", *(["link"] if measured else []))
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    if not no_room:
-        table.add_column("", overflow="fold")
-    shown, remarks = _names(roster, SHORT_NAME if no_room else NAME_LENGTH), _remarks(roster, with_state=True)
-    for called, (_, doing), member in zip(shown, remarks, roster.members, strict=True):
-        evaluates = member.get("peer") == roster.evaluator and len(roster.members) > 1
-        table.add_row(
-            called + (" *" if evaluates else ""),
-            *([_device(member) or NOTHING] if with_device else []),
-            _cell(_figure(member, "step"), "{:.0f}"),
-            format_count(_figure(member, "samples_per_second")),
-            format_number(_figure(member, "loss")),
-            _cell(_figure(member, "age_steps"), "{:.0f}"),
-            _cell(_figure(member, "staleness"), "{:.0f}"),
-            format_bytes(_figure(member, "bytes_sent")),
-            format_bytes(_figure(member, "bytes_received")),
-            *([format_rate(_figure(member, "link_rate"))] if measured else []),
-            *([] if no_room else [doing]),
-        )
-    return table
-
-
-def _devices(roster: Roster) -> dict[str, list[str]]:
-    """Return who trains on what, where that is known."""
-    devices: dict[str, list[str]] = {}
-    for name, member in zip(_names(roster), roster.members, strict=True):
-        if device := _device(member):
-            devices.setdefault(device, []).append(name)
-    return devices
+            yield from (Text(f"{name}: {remark}") for name, remark in remarks if remark)
+        if not wide and any(devices):
+            by_device: dict[str, list[str]] = {}
+            for name, device in zip(_names(roster), devices, strict=True):
+                by_device.setdefault(device, []).append(name)
+            said = (f"{device}: {', '.join(names)}" for device, names in by_device.items() if device)
+            yield Text("  ".join(said))
 
 
 def _device(member: Member) -> str:
@@ -449,49 +421,74 @@ def _cut(name: str, length: int) -> str:
     return name if len(name) <= length else name[: max(0, length - 1)] + "…"
 
 
-def _cell(value: float, form: str) -> str:
-    """A number in its form; as a count (3.4 T) where that would fill the screen; a dash where it is not known."""
-    if not math.isfinite(value):
-        return NOTHING
-    return form.format(value) if abs(value) < MOST_DIGITS else format_count(value)
+def _whole(value: float) -> str:
+    """A whole number; as a count (3.4 T) where that would fill the screen."""
+    return format_number(value, 0) if abs(value) < MOST_DIGITS else format_count(value)
 
 
-def figures_table(rows: Mapping[str, str]) -> Table:
-    """Return figures with their names, one a row."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column()
-    for name, value in rows.items():
-        table.add_row(name, value)
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("step", "step", _whole),
+    ("samples/s", "samples_per_second", format_count),
+    ("loss", "loss", format_number),
+    ("age", "age_steps", _whole),
+    ("stale", "staleness", _whole),
+    ("up", "bytes_sent", format_bytes),
+    ("down", "bytes_received", format_bytes),
+    ("link", "link_rate", format_rate),
+)
+"""Of the figures in a table of members: its title, its name in a member, and how it is written."""
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]], left: str | None = None, **options: Any) -> Table:
+    """Return a table whose columns are flush right, but for the one named `left`. options: of rich's Table."""
+    table = Table(**{"title_justify": "left", "box": None, "pad_edge": False} | options)
+    for column in columns:
+        table.add_column(column, justify="left" if column == left else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def figures_table(rows: Mapping[str, str], title: str | None = None) -> Table:
+    return table_of(("", ""), rows.items(), left="", show_header=False, title=title)
 
 
 # ---------------------------------------------------------------------- alive
 
 
-class Display:
-    """Show what `source` gives, again and again, until the block ends; then once more, to stay.
+class RosterSource(Protocol):
+    """Who knows how a run stands."""
 
-    source: called in the display's thread; None while there is nothing yet.  title: what the run is.
+    @property
+    def roster(self) -> Roster | None:
+        """The newest roster, None while there is none."""
+
+
+class Display:
+    """Shows the roster of `source`, again and again, until the block ends; then once more, to stay.
+
+    source: read in the display's thread.  title: what the run is.
     stream: standard output by default; a terminal gets a live table, anything else a line every `plain_seconds`.
-    note: what makes the last report old; as long as it is not "", it is shown above it, and in place of the plain line.
     """
 
     def __init__(
         self,
-        source: Callable[[], Roster | None],
+        source: RosterSource,
         title: str,
         *,
         stream: IO[str] | None = None,
         plain_seconds: float = PLAIN_SECONDS,
-        note: Callable[[], str] = str,
     ) -> None:
-        self.source, self.title, self.plain_seconds, self.note = source, title, plain_seconds, note
+        self.source, self.title, self.plain_seconds = source, title, plain_seconds
         self.console = Terminal(stream)
         self._said: deque[str] = deque()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zmqtrain-display", daemon=True)
         self._live: Live | None = None
+
+    def note(self) -> str:
+        """Return what makes the last report old, "" if nothing does; shown above it, and in place of the plain line."""
+        return ""
 
     def say(self, text: str) -> None:
         """Print a line above the table soon; may be called in any thread, and in a signal handler."""
@@ -501,13 +498,10 @@ class Display:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
-        """Begin to show."""
         if self.console.is_terminal:
             self._live = Live(self._render(), console=self.console, auto_refresh=False)
             self._live.start()
@@ -523,10 +517,8 @@ class Display:
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
             self._live.stop()
-        elif note := self.note():
-            self._print(note)
-        elif (roster := self.source()) is not None:
-            self._print(roster_line(roster))
+        else:
+            self._print_line()
 
     def _run(self) -> None:
         waited, idle = 0.0, False
@@ -535,14 +527,18 @@ class Display:
             waited += REDRAW_SECONDS
             if self._live is not None:
                 self._live.update(self._render(), refresh=True)
-            elif waited >= self.plain_seconds and (note := self.note()):
-                waited, idle = 0.0, False
-                self._print(note)
-            elif waited >= self.plain_seconds and (roster := self.source()) is not None:
-                waited = 0.0
-                if roster.members or not idle:  # that still nobody is there is no news
-                    self._print(roster_line(roster))
-                idle = not roster.members
+            elif waited >= self.plain_seconds and (self.note() or self.source.roster is not None):
+                waited, idle = 0.0, self._print_line(idle)
+
+    def _print_line(self, idle: bool = False) -> bool:
+        """Print the note, or else the roster; return whether nobody is there. idle: that was so, and is no news."""
+        if note := self.note():
+            self._print(note)
+        elif (roster := self.source.roster) is not None:
+            if roster.members or not idle:
+                self._print(roster_line(roster))
+            return not roster.members
+        return False
 
     def _say_all(self) -> None:
         while self._said:
@@ -555,13 +551,13 @@ class Display:
             print(visible(text), file=self.console.file, flush=True)
 
     def _render(self) -> RenderableType:
-        roster = self.source()
+        roster = self.source.roster
         title: RenderableType = Text(visible(self.title), style="bold")
         if note := self.note():
             title = Group(title, Text(visible(note), style="yellow"), Text("the hub's last report:", style="dim"))
         if roster is None:
             return Group(title, Text("waiting for the first report", style="dim"))
-        return Group(title, roster_headline(roster, "\n"), roster_table(roster))
+        return Group(title, roster_headline(roster, "\n"), RosterTable(roster))
 
 
 def log_to_stderr(verbose: bool, log_file: Path | None = None) -> None:

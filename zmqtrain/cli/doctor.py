@@ -29,7 +29,7 @@ from zmqtrain.cli.display import Terminal, format_bytes, log_to_stderr, plural
 from zmqtrain.cli.settings import Hub, HubOptions, command
 from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.core.installed import has_nvidia_driver, how_to_install
-from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY
 from zmqtrain.core.types import VERSION
 from zmqtrain.planning.probe import LinkFigures, RoundTrips, measure_link
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
@@ -82,31 +82,27 @@ def find_way(address: str, wait_seconds: float) -> WayToHub:
     do; ConfigError for an address that is none."""
     host, port = parse_address(address)
     try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise HubUnreachable(
-            f"this PC knows no host named {host!r} ({error.strerror}): give the hub's address in numbers, as the "
-            "broker printed it",
-            address,
-        ) from error
-    try:
         connection = socket.create_connection((host, port), wait_seconds)
-    except ConnectionRefusedError as error:
-        raise HubUnreachable(
-            f"{host} is there, but nothing listens on port {port}: start the broker on it (zmqtrain-broker --bind "
-            f"tcp://*:{port}), or correct the port",
-            address,
-        ) from error
-    except TimeoutError as error:
-        raise HubUnreachable(
-            f"{host} does not answer on port {port} (waited {wait_seconds:g} s): is it switched on, is the address "
-            f"right, and does its firewall let TCP port {port} in?",
-            address,
-        ) from error
     except OSError as error:
-        raise HubUnreachable(
-            f"there is no way to {host} ({error.strerror}): is this PC on the hub's network?", address
-        ) from error
+        match error:
+            case socket.gaierror():
+                why = (
+                    f"this PC knows no host named {host!r} ({error.strerror}): give the hub's address in numbers, as "
+                    "the broker printed it"
+                )
+            case ConnectionRefusedError():
+                why = (
+                    f"{host} is there, but nothing listens on port {port}: start the broker on it (zmqtrain-broker "
+                    f"--bind tcp://*:{port}), or correct the port"
+                )
+            case TimeoutError():
+                why = (
+                    f"{host} does not answer on port {port} (waited {wait_seconds:g} s): is it switched on, is the "
+                    f"address right, and does its firewall let TCP port {port} in?"
+                )
+            case _:
+                why = f"there is no way to {host} ({error.strerror}): is this PC on the hub's network?"
+        raise HubUnreachable(why, address) from error
     with closing(connection):
         _check_greeting(connection, address, wait_seconds)
         own = str(connection.getsockname()[0])
@@ -279,6 +275,11 @@ class Finding:
     remedy: str = ""
 
 
+def _judged(what: str, text: str, wrong: bool = False, remedy: str = "") -> Finding:
+    """Return a finding. remedy: what to do if it is `wrong`."""
+    return Finding(what, FIX, text, remedy) if wrong else Finding(what, OK, text)
+
+
 def _run(config: DoctorConfig) -> int:
     log_to_stderr(False)
     access = find_access(config.hub, config.server_key, config.keys)
@@ -299,7 +300,7 @@ def _run(config: DoctorConfig) -> int:
         way = find_way(config.hub, config.wait_seconds)
         add(judge_way(config.hub, way))
         link = measure_link(config.hub, None, access, config.wait_seconds)
-        add(judge_link(link, way))
+        add(judge_link(link))
     except (HubUnreachable, JoinRefused) as error:
         add(iter([_unreached(error, way is not None)]))
     machine = look_at_machine(config.folder)
@@ -314,17 +315,16 @@ def _run(config: DoctorConfig) -> int:
         }
         print(json.dumps(facts, allow_nan=False))
     else:
-        console.print("all is well" if not wrong else f"{wrong} thing{'s' * (wrong > 1)} to fix")
+        console.print("all is well" if not wrong else f"{plural(wrong, 'thing')} to fix")
     return SICK if wrong else 0
 
 
 def _unreached(error: HubUnreachable | JoinRefused, listens: bool) -> Finding:
-    if isinstance(error, HubUnreachable) and listens:
-        text, _, why = str(error).partition(": ")
-        return Finding("hub", FIX, text, why or "something listens there: is it a zmqtrain-broker?")
     if isinstance(error, JoinRefused) and error.reason == "protocol":
         return Finding("hub", FIX, str(error), "install the same zmqtrain on the hub and on every node")
     text, _, remedy = str(error).partition(": ")
+    if isinstance(error, HubUnreachable) and listens:
+        remedy = remedy or "something listens there: is it a zmqtrain-broker?"
     return Finding("hub", FIX, text, remedy)
 
 
@@ -343,122 +343,82 @@ def _line(finding: Finding) -> Table:
 
 
 def judge_way(address: str, way: WayToHub) -> Iterator[Finding]:
-    """Give the findings about the connection itself."""
     by = f" by {way.interface}" if way.interface else ""
-    yield Finding("hub", OK, f"{address} is reached from {way.own}{by}")
+    yield _judged("hub", f"{address} is reached from {way.own}{by}")
     if way.path_mtu is not None:
         text = f"{way.path_mtu} bytes to the hub" + ("" if way.mtu is None else f", {way.mtu} of the interface")
-        if way.path_mtu < LEAST_MTU:
-            yield Finding("MTU", FIX, text, f"a tunnel or a wrong setting: {USUAL_MTU} is usual (ip link set mtu ...)")
-        else:
-            yield Finding("MTU", OK, text)
-    if way.bits_per_second is not None:
-        text = f"{way.interface} runs at {_bits(way.bits_per_second)}"
-        if way.bits_per_second < SLOW_BITS:
-            yield Finding("cable", FIX, text, "use a cable of four pairs (Cat 5e) and a switch of 1 Gb/s")
-        else:
-            yield Finding("cable", OK, text)
+        remedy = f"a tunnel or a wrong setting: {USUAL_MTU} is usual (ip link set mtu ...)"
+        yield _judged("MTU", text, way.path_mtu < LEAST_MTU, remedy)
+    if (bits := way.bits_per_second) is not None:
+        remedy = "use a cable of four pairs (Cat 5e) and a switch of 1 Gb/s"
+        yield _judged("cable", f"{way.interface} runs at {_bits(bits)}", bits < SLOW_BITS, remedy)
 
 
-def _schedule_of(settings: RunSettings) -> str:
-    every = "auto" if settings.every == AUTO_EVERY else f"{settings.every}"
-    return f"every {every}, delay {'auto' if settings.delay == AUTO_DELAY else settings.delay}"
-
-
-def _cut_of(settings: RunSettings) -> str:
-    if settings.carries_all:
-        return "fragments auto"
-    return f"{settings.fragments} fragment{'s' * (settings.fragments != 1)}"
-
-
-def judge_link(link: LinkFigures, way: WayToHub) -> Iterator[Finding]:
-    """Give the findings about the hub's answers and the rates of the link."""
+def judge_link(link: LinkFigures) -> Iterator[Finding]:
     settings = link.settings
-    there = f"{link.nodes} node{'s' * (link.nodes != 1)}"
-    yield Finding(
+    every = "auto" if settings.every == AUTO_EVERY else settings.every
+    delay = "auto" if settings.delay == AUTO_DELAY else settings.delay
+    cut = "fragments auto" if settings.carries_all else plural(settings.fragments, "fragment")
+    yield _judged(
         "run",
-        OK,
-        f"{link.run}, {'not begun' if link.version < 0 else f'version {link.version}'}, {there}: "
-        f"{settings.program or 'custom loops'}, {_schedule_of(settings)}, {settings.codec} up, "
-        f"{settings.broadcast_codec} down, {_cut_of(settings)}; protocol "
+        f"{link.run}, {'not begun' if link.version < 0 else f'version {link.version}'}, {plural(link.nodes, 'node')}: "
+        f"{settings.program or 'custom loops'}, every {every}, delay {delay}, {settings.codec} up, "
+        f"{settings.broadcast_codec} down, {cut}; protocol "
         f"version {PROTOCOL_VERSION}" + (f", {link.software}" if link.software else ""),
     )
-    yield from _judge_rates(link)
-    if link.idle is not None:
-        slow = link.idle.p50 > SLOW_PING
-        remedy = "Wi-Fi, or a hub that is busy with other work: use a cable, and leave the hub a core" if slow else ""
-        yield Finding("ping", FIX if slow else OK, _trips(link.idle), remedy)
-    if link.loaded is not None:
-        slow = link.loaded.p99 > SLOW_LOADED
-        remedy = "the link is full of other traffic, or the hub has no core to spare" if slow else ""
-        yield Finding("loaded", FIX if slow else OK, f"{_trips(link.loaded)} while the link is full", remedy)
-    if link.clock_ahead_seconds is not None and link.clock_error_seconds is not None:
-        ahead = link.clock_ahead_seconds
-        text = f"the hub's clock is {1e3 * abs(ahead):.1f} ms {'ahead' if ahead >= 0 else 'behind'}"
-        far = abs(ahead) > CLOCK_SECONDS
-        remedy = "logs of the two cannot be compared: switch time synchronisation on (timedatectl set-ntp true)"
-        text += f" (± {1e3 * link.clock_error_seconds:.1f} ms)"
-        yield Finding("clock", FIX if far else OK, text, remedy if far else "")
-
-
-def _judge_rates(link: LinkFigures) -> Iterator[Finding]:
     if link.refused:
-        yield Finding("rate", OK, f"not measured: the hub says {link.refused!r}")
-    for what, rate in (("up", link.up), ("down", link.down)):
-        if rate is None:
-            continue
-        bits = 8 * rate
-        beside = f", beside {link.nodes} nodes that train" if link.nodes > 1 else ""
-        text = f"{_bits(bits)} {'toward the hub' if what == 'up' else 'from the hub'}{beside}"
-        if FAST_ETHERNET[0] <= bits <= FAST_ETHERNET[1]:
-            remedy = "a switch, a port or a cable of 100 Mb/s: use 1 Gb/s throughout"
-            yield Finding(what, FIX, text, remedy)
-        elif bits < SLOW_BITS and link.nodes <= 1:
-            yield Finding(what, FIX, text, "Wi-Fi, a powerline or other traffic: 1 Gb/s by cable gives about 950 Mb/s")
-        else:
-            yield Finding(what, OK, text)
+        yield _judged("rate", f"not measured: the hub says {link.refused!r}")
+    beside = f", beside {link.nodes} nodes that train" if link.nodes > 1 else ""
+    for what, whither, rate in (("up", "toward the hub", link.up), ("down", "from the hub", link.down)):
+        if rate is not None:
+            bits = 8 * rate
+            hundred = FAST_ETHERNET[0] <= bits <= FAST_ETHERNET[1]
+            remedy = "Wi-Fi, a powerline or other traffic: 1 Gb/s by cable gives about 950 Mb/s"
+            if hundred:
+                remedy = "a switch, a port or a cable of 100 Mb/s: use 1 Gb/s throughout"
+            slow = hundred or (bits < SLOW_BITS and link.nodes <= 1)
+            yield _judged(what, f"{_bits(bits)} {whither}{beside}", slow, remedy)
+    if link.idle is not None:
+        remedy = "Wi-Fi, or a hub that is busy with other work: use a cable, and leave the hub a core"
+        yield _judged("ping", _trips(link.idle), link.idle.p50 > SLOW_PING, remedy)
+    if link.loaded is not None:
+        remedy = "the link is full of other traffic, or the hub has no core to spare"
+        text = f"{_trips(link.loaded)} while the link is full"
+        yield _judged("loaded", text, link.loaded.p99 > SLOW_LOADED, remedy)
+    if (ahead := link.clock_ahead_seconds) is not None and link.clock_error_seconds is not None:
+        text = f"the hub's clock is {1e3 * abs(ahead):.1f} ms {'ahead' if ahead >= 0 else 'behind'}"
+        text += f" (± {1e3 * link.clock_error_seconds:.1f} ms)"
+        remedy = "logs of the two cannot be compared: switch time synchronisation on (timedatectl set-ntp true)"
+        yield _judged("clock", text, abs(ahead) > CLOCK_SECONDS, remedy)
 
 
 def judge_machine(machine: Machine) -> Iterator[Finding]:
-    """Give the findings about this PC."""
-    yield _judge_devices(machine)
-    text = f"{plural(machine.cores, 'core')}, {machine.load:.1f} of them wanted by others in the last minute"
-    if machine.load > machine.cores:
-        yield Finding("cores", FIX, text, "other programs slow training down: see them with top")
-    else:
-        yield Finding("cores", OK, text)
-    if machine.free_memory_bytes is not None:
-        short = machine.free_memory_bytes < LEAST_MEMORY
-        remedy = "zmqtrain plan says what a node needs (the column host); close other programs" if short else ""
-        yield Finding("memory", FIX if short else OK, f"{format_bytes(machine.free_memory_bytes)} free", remedy)
-    short = machine.free_disk_bytes < LEAST_DISK
-    remedy = "checkpoints and data need room: free some, or name another --folder" if short else ""
-    yield Finding("disk", FIX if short else OK, f"{format_bytes(machine.free_disk_bytes)} free", remedy)
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
-    yield Finding("versions", OK, versions)
-    on_a_card = any(device["platform"] != "cpu" for device in machine.devices or ())
-    if machine.versions.get("numba") is None and not on_a_card:
-        remedy = (
-            "without a card, the codecs cost a fraction of the processor's time with numba. "
-            f"{TYPE}{how_to_install('fast')}"
-        )
-        yield Finding("numba", FIX, "not installed", remedy)
-
-
-def _judge_devices(machine: Machine) -> Finding:
+    cards = [device for device in machine.devices or () if device["platform"] != "cpu"]
     if machine.devices is None:
-        return Finding("cards", FIX, "none can be used", machine.devices_error)
-    cards = [device for device in machine.devices if device["platform"] != "cpu"]
-    if cards:
-        names = ", ".join(
+        yield Finding("cards", FIX, "none can be used", machine.devices_error)
+    elif cards:
+        names = (
             card["kind"] + (f" with {format_bytes(card['memory_bytes'])} for JAX" if card["memory_bytes"] else "")
             for card in cards
         )
-        return Finding("cards", OK, names)
-    if machine.has_nvidia_driver:
+        yield _judged("cards", ", ".join(names))
+    elif machine.has_nvidia_driver:
         remedy = f"JAX is installed without CUDA. {TYPE}{how_to_install('cuda12')}"
-        return Finding("cards", FIX, "an NVIDIA driver is there, but JAX sees no card", remedy)
-    return Finding("cards", OK, "none: this PC trains on its processor")
+        yield Finding("cards", FIX, "an NVIDIA driver is there, but JAX sees no card", remedy)
+    else:
+        yield _judged("cards", "none: this PC trains on its processor")
+    text = f"{plural(machine.cores, 'core')}, {machine.load:.1f} of them wanted by others in the last minute"
+    remedy = "other programs slow training down: see them with top"
+    yield _judged("cores", text, machine.load > machine.cores, remedy)
+    if (memory := machine.free_memory_bytes) is not None:
+        remedy = "zmqtrain plan says what a node needs (the column host); close other programs"
+        yield _judged("memory", f"{format_bytes(memory)} free", memory < LEAST_MEMORY, remedy)
+    disk, remedy = machine.free_disk_bytes, "checkpoints and data need room: free some, or name another --folder"
+    yield _judged("disk", f"{format_bytes(disk)} free", disk < LEAST_DISK, remedy)
+    yield _judged("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version))
+    if machine.versions.get("numba") is None and not cards:
+        remedy = "without a card, the codecs cost a fraction of the processor's time with numba. "
+        yield Finding("numba", FIX, "not installed", f"{remedy}{TYPE}{how_to_install('fast')}")
 
 
 def _bits(bits: float) -> str:

@@ -46,36 +46,30 @@ def run_command(program: str, command: Callable[[], int], service: bool = False)
 
     service: a service manager may restart it: 78 where that would not help; it runs on without its output.
     """
-    if not service:
-        return _run_command(program, command, service)
-    with _dispensable_output():
-        return _run_command(program, command, service)
-
-
-def _run_command(program: str, command: Callable[[], int], service: bool) -> int:
-    try:
-        return command()
-    except RunStopped as end:
-        print(visible(f"{program}: {end}"), file=sys.stderr)
-        return 0
-    except ZmqTrainError as error:
-        print(visible(f"{program}: {error}"), file=sys.stderr)
-        return NO_USE if service and _is_final(error) else ERROR
-    except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:  # who read our output has left, as in `| head`
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else ERROR
-        return NO_USE if service and code == ERROR else code  # an option that there is not
-    except Exception as error:
-        if not _lacks_memory(error):
-            raise
-        why = str(error).partition("\n")[0][:200] or type(error).__name__
-        print(visible(f"{program}: this machine has too little memory for that ({why})"), file=sys.stderr)
-        return ERROR
+    with _dispensable_output() if service else contextlib.nullcontext():
+        try:
+            return command()
+        except RunStopped as end:
+            print(visible(f"{program}: {end}"), file=sys.stderr)
+            return 0
+        except ZmqTrainError as error:
+            print(visible(f"{program}: {error}"), file=sys.stderr)
+            return NO_USE if service and _is_final(error) else ERROR
+        except KeyboardInterrupt:
+            return 0
+        except BrokenPipeError:  # who read our output has left, as in `| head`
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else ERROR
+            return NO_USE if service and code == ERROR else code  # an option that there is not
+        except Exception as error:
+            if not _lacks_memory(error):
+                raise
+            why = str(error).partition("\n")[0][:200] or type(error).__name__
+            print(visible(f"{program}: this machine has too little memory for that ({why})"), file=sys.stderr)
+            return ERROR
 
 
 def _lacks_memory(error: Exception) -> bool:
@@ -111,11 +105,15 @@ def leave_without_teardown() -> NoReturn:
 
     An interrupted XLA compilation sometimes crashes there (signal 11). The caller has said goodbye.
     """
+    _flush()
+    _show_cursor()
+    os._exit(0)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    _show_cursor()
-    os._exit(0)
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
@@ -179,9 +177,7 @@ def _dispensable_output() -> Iterator[None]:
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+        _flush()
         sys.stdout, sys.stderr = before
 
 

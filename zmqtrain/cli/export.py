@@ -156,7 +156,6 @@ class ExportConfig(HubOptions):
 
     @property
     def of_a_hub(self) -> bool:
-        """Whether the source is a broker's address."""
         return "://" in self.source
 
 

@@ -174,7 +174,6 @@ class Federation:
 
     @property
     def broker(self) -> BrokerThread:
-        """The broker, once the block has begun."""
         assert self._broker is not None
         return self._broker
 
@@ -217,7 +216,6 @@ class Federation:
         return [*before, *(gone for gone in self.departures() if gone.code not in well)]
 
     def kill(self) -> None:
-        """End every node at once."""
         for child in self._children:
             child.process.kill()
             child.process.wait()
@@ -293,7 +291,7 @@ def _run(config: LocalConfig) -> int:
         say(f"its broker is at {federation.broker.address}")
         nodes, where = plural(config.nodes, "node"), federation.broker.address
         title = f"local: {nodes} to train {describe_program(settings)} at {where}"
-        display = Display(lambda: federation.roster, title)
+        display = Display(federation, title)
         stopping = "stopping: the nodes send what they have computed (Ctrl-C again to quit at once)"
         with first_interrupt(lambda: display.say(stopping)) as interrupted, display:
             until = time.monotonic() + config.seconds if config.seconds else float("inf")

@@ -60,6 +60,7 @@ from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP, connect
 from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.costs import Place, estimate
+from zmqtrain.programs import load_program, parse_arguments, program_arguments
 from zmqtrain.session.hub_session import Solitude
 from zmqtrain.synchronous.exchanges import check_shards, open_gradients, read_exchange, unit_wait_seconds
 from zmqtrain.train.induce import Induced, induced_from_spec
@@ -159,10 +160,15 @@ class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
 
 
 if TYPE_CHECKING:
+    from zmqtrain.train.loop import TrainingResult
     from zmqtrain.train.program import Program
 
-
 logger = logging.getLogger(__name__)
+PROGRAM = "zmqtrain-node"
+GOODBYE_SECONDS = 3.0
+"""The most time for the goodbyes of a node that has trained nothing."""
+
+Batch = TypeVar("Batch")
 
 
 def check_card(program: Program, settings: RunSettings, config: NodeConfig) -> None:
@@ -175,7 +181,9 @@ def check_card(program: Program, settings: RunSettings, config: NodeConfig) -> N
     from zmqtrain.train.program_wrappers import DataParallel
     from zmqtrain.train.step import card_bytes, measure_footprint, trains_on_processor  # imports jax
 
-    limit = _limit(config.card_memory) if config.card_memory else card_bytes()
+    limit = card_bytes()
+    if config.card_memory:
+        limit = max(0, parse_bytes(config.card_memory, "card_memory") - CARD_BYTES_OF_OTHERS)
     if limit is None:
         return
     minibatch = minibatch_from_spec(settings.minibatch)
@@ -204,20 +212,15 @@ def check_card(program: Program, settings: RunSettings, config: NodeConfig) -> N
     logger.info("the card: %s", advice)
 
 
-def _limit(card_memory: str) -> int:
-    return max(0, parse_bytes(card_memory, "card_memory") - CARD_BYTES_OF_OTHERS)
+class NodeDisplay(Display):
+    """The display of a node, which may have lost its hub."""
 
+    def __init__(self, node: Node | ShardedNode, title: str) -> None:
+        super().__init__(node, title)
+        self._node = node
 
-if TYPE_CHECKING:
-    from zmqtrain.train.loop import TrainingResult
-    from zmqtrain.train.program import Program
-
-
-PROGRAM = "zmqtrain-node"
-GOODBYE_SECONDS = 3.0
-"""The most time for the goodbyes of a node that has trained nothing."""
-
-Batch = TypeVar("Batch")
+    def note(self) -> str:
+        return say_alone(self._node.name, self._node.alone)
 
 
 def _run(config: NodeConfig) -> int:
@@ -251,21 +254,24 @@ def _run(config: NodeConfig) -> int:
         ) as node:
             interruption.goodbyes.insert(0, node.close)
             check_shards(config.lockstep, node.settings)  # before it waits for others
+            from zmqtrain.train.leaves import host_leaves  # these import jax: not before the hub has answered
+            from zmqtrain.train.program_wrappers import on_all_devices
+            from zmqtrain.train.seen import name_device
+
+            everywhere = config.devices == "all"
             program = load_run_program(node.settings, config.data, node.address)
-            if config.devices == "all":
-                program = _on_all_devices(program)
+            if everywhere:
+                program = on_all_devices(program)
             check_card(program, node.settings, config)
             induced = induced_from_spec(config.induce, node.settings.seed) if config.induce else Induced()
             slowed = f", with induced delays ({config.induce})" if config.induce else ""
-            device = _name_device(config.devices == "all")
+            device = name_device(everywhere=everywhere)
             title = f"{node.name}: training {program.name} at {node.address} on {device}{slowed}"
-            display = Display(lambda: node.roster, title, note=lambda: say_alone(node.name, node.alone))
-            interruption.display = display
-            with display:
+            with NodeDisplay(node, title) as interruption.display:
                 result = _train(node, program, interruption, config, induced, access)
             over = node.ended_with_run
             if recorder is not None:
-                _record_end(recorder, result)
+                recorder.ended(result.summary, host_leaves(result.params))
     except BaseException:
         if interruption.leaves:  # another thread ends this process: what fails here fails for that
             threading.Event().wait()
@@ -273,8 +279,7 @@ def _run(config: NodeConfig) -> int:
     finally:
         if recorder is not None:
             recorder.close()
-    console = Terminal()
-    console.print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
+    Terminal().print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
     say(model_line(node.run, result.statistics.version, over, node.address, config.keys))
     return 0
 
@@ -301,7 +306,8 @@ def _train(
     induced: Induced,
     access: Access,
 ) -> TrainingResult:
-    from zmqtrain.train.loop import TrainingLoop  # imports jax: not before the hub has answered
+    from zmqtrain.train.gradients import GradientLoop, GradientOptions
+    from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.step import LoopHooks
     from zmqtrain.train.sync import DelayedSync
 
@@ -315,8 +321,6 @@ def _train(
     try:
         if lockstep is None:
             return TrainingLoop(program, node, hooks, make_sync).run(batches)
-        from zmqtrain.train.gradients import GradientLoop, GradientOptions
-
         options = GradientOptions(lockstep.bucket_bytes)
         if isinstance(lockstep, Allreduce):
             options = GradientOptions(lockstep.bucket_bytes, lockstep.overlap, lockstep.check_steps)
@@ -331,33 +335,12 @@ def _train(
         ) from error
 
 
-def _on_all_devices(program: Program) -> Program:
-    from zmqtrain.train.program_wrappers import on_all_devices  # imports jax
-
-    return on_all_devices(program)
-
-
-def _name_device(everywhere: bool) -> str:
-    """Return the device that trains, for people."""
-    from zmqtrain.train.seen import name_device  # imports jax
-
-    return name_device(everywhere=everywhere)
-
-
-def _record_end(recorder: NodeRecorder, result: TrainingResult) -> None:
-    from zmqtrain.train.leaves import host_leaves  # imports jax
-
-    recorder.ended(result.summary, host_leaves(result.params))
-
-
 def load_run_program(settings: RunSettings, data: str, hub: str) -> Program:
     """Make the program that the broker names. data: its place on this PC, "" for the broker's arguments.
 
     The run's seed is the program's unless the arguments name one. Raises ConfigError and DataError, which say on which
     side to change what.
     """
-    from zmqtrain.programs import load_program, parse_arguments, program_arguments
-
     if not settings.program:
         raise ConfigError(
             f"the run at {hub} has no program: it was started for training loops of one's own (zmqtrain.connect). To "
@@ -418,7 +401,6 @@ class Interruption:
             signal.signal(number, self.handle)
 
     def __call__(self) -> bool:
-        """True once the node was asked to stop."""
         return self.asked
 
     def noticed(self, count: int) -> None:

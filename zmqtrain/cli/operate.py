@@ -5,20 +5,19 @@ Rule: a secret key goes from a file to a file, never to the terminal.
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.table import Table
 
-from zmqtrain.cli.display import Display, Terminal, log_to_stderr, roster_headline, roster_legend, roster_table
+from zmqtrain.cli import no_command
+from zmqtrain.cli.display import Display, RosterTable, Terminal, log_to_stderr, roster_headline, roster_legend
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import File, Folder, Hub, HubOptions, Hubs, check_host, command, read_config
 from zmqtrain.core.errors import ConfigError, HubUnreachable
@@ -37,8 +36,7 @@ KEYS_USAGE = """usage: zmqtrain keys COMMAND [OPTIONS]
 
   new NAME...    make a key for each of these PCs, and authorise it
   list           show the authorised keys, and the revoked ones
-  revoke NAME    shut this key out, of a running broker within seconds too
-"""
+  revoke NAME    shut this key out, of a running broker within seconds too"""
 
 # ---------------------------------------------------------------------- status
 
@@ -96,7 +94,7 @@ def _print_roster(roster: Roster, title: str) -> None:
         if shard:
             console.print(f"shard {shard} is at {address or 'no address: its broker is not here'}")
     if roster.members:
-        console.print(roster_table(roster))
+        console.print(RosterTable(roster))
         console.print(f"\n{roster_legend(roster)}", style="dim")
 
 
@@ -115,7 +113,7 @@ def _first_roster(node: Node | ShardedNode, wait_seconds: float) -> Roster:
 
 def _watch(node: Node | ShardedNode, title: str, as_json: bool) -> None:
     if not as_json:
-        with Display(lambda: node.roster, title):
+        with Display(node, title):
             while True:
                 node.peek()  # raises if the broker has sent us away
                 time.sleep(1.0)
@@ -128,16 +126,8 @@ def _watch(node: Node | ShardedNode, title: str, as_json: bool) -> None:
 
 
 def roster_as_json(roster: Roster) -> str:
-    """Return a roster as one line of JSON; unknown figures (NaN) are null."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        if isinstance(value, dict):
-            return {key: clean(entry) for key, entry in value.items()}
-        return [clean(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-    return json.dumps(clean(asdict(roster)), allow_nan=False)
+    """Return a roster as one line of JSON; unknown figures (NaN, infinity) are null."""
+    return json.dumps(json.loads(json.dumps(asdict(roster)), parse_constant=lambda name: None))
 
 
 # ---------------------------------------------------------------------- stop and promote
@@ -232,7 +222,6 @@ class KeyOptions:
 
     @property
     def key_folder(self) -> KeyFolder:
-        """The folder."""
         return KeyFolder(self.folder or default_key_folder())
 
 
@@ -269,23 +258,16 @@ class RevokeConfig(KeyOptions):
 
 
 def keys_main(argv: Sequence[str] | None = None) -> int:
-    """Make, list or revoke keys; return the exit code, 2 if there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[], int]] = {
         "new": lambda: _new(read_config(NewConfig, f"{KEYS} new", arguments[1:])),
         "list": lambda: _list(read_config(ListConfig, f"{KEYS} list", arguments[1:])),
         "revoke": lambda: _revoke(read_config(RevokeConfig, f"{KEYS} revoke", arguments[1:])),
     }
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(KEYS_USAGE, end="")
-        return 0 if arguments else 2
-    if (command := commands.get(arguments[0])) is None:
-        close = difflib.get_close_matches(arguments[0], commands, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}."
-        print(f"{KEYS}: there is no command {arguments[0]!r}; {hint}", file=sys.stderr)
-        return 2
+    if (code := no_command(KEYS, arguments, commands, KEYS_USAGE)) is not None:
+        return code
     log_to_stderr(False)
-    return run_command(KEYS, command)
+    return run_command(KEYS, commands[arguments[0]])
 
 
 def _new(config: NewConfig) -> int:
@@ -313,10 +295,9 @@ def _list(config: ListConfig) -> int:
         print(f"there are no keys in {folder.path}; zmqtrain keys new NAME makes one")
         return 0
     table = Table("name", "public key", "made", "", box=None, pad_edge=False)
-    states = {"hub": "the hub's own", "authorised": "authorised", "revoked": "revoked"}
     for entry in entries:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
-        table.add_row(entry.name, entry.fingerprint, made, states[entry.state])
+        table.add_row(entry.name, entry.fingerprint, made, "the hub's own" if entry.state == "hub" else entry.state)
     Terminal().print(table)
     return 0
 

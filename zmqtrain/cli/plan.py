@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from shlex import quote
 from typing import Any, Literal
 
 from rich.table import Table
 
-from zmqtrain.cli.display import Terminal, figures_table, format_bytes, format_count, plural
-from zmqtrain.cli.settings import command
+from zmqtrain.cli.display import Terminal, figures_table, format_bytes, format_count, plural, table_of
+from zmqtrain.cli.settings import command, require
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
@@ -108,8 +108,7 @@ class PlanConfig:
                 (parse_rate if name == "hub_link" else parse_bytes)(value, name)
         if not self.step_ms > 0:
             raise ConfigError(f"step_ms must be more than 0, got {self.step_ms:g}")
-        if self.optimizer_slots < 0:
-            raise ConfigError(f"optimizer_slots must be at least 0, got {self.optimizer_slots}")
+        require("optimizer_slots", self.optimizer_slots, 0)
         for name in ("node_ns", "hub_ns", "held_ms"):
             if getattr(self, name) < 0 and getattr(self, name) != NOT_KNOWN:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name):g}")
@@ -139,34 +138,26 @@ def _run(config: PlanConfig) -> int:
 
 
 def wish_of(config: PlanConfig) -> Wish:
-    """Return what the command line asks for. Raises ConfigError."""
 
     def given(value: float) -> float | None:
         return None if value == NOT_KNOWN else value
 
     held_ms = given(config.held_ms)
+    same = {field.name: getattr(config, field.name) for field in fields(Wish) if hasattr(config, field.name)}
     return Wish(
-        parameters=parse_count(config.params, "params"),
-        nodes=config.nodes,
-        step_seconds=config.step_ms / 1000,
-        node_bits=parse_rate(config.link, "link"),
-        hub_bits=parse_rate(config.hub_link or config.link, "hub_link"),
-        share=config.share,
-        shards=config.shards,
-        on_nodes=config.shards_on_nodes,
-        codec=config.codec,
-        broadcast_codec=config.broadcast_codec,
-        fragments=config.fragments,
-        every=config.every,
-        delay=config.delay,
-        node_batches=config.critical,
-        step_on=config.step_on,
-        codec_on=_codec_on(config),
-        cores=config.cores,
-        hub_cores=config.hub_cores,
-        node_ns=given(config.node_ns),
-        hub_ns=given(config.hub_ns),
-        held_seconds=None if held_ms is None else held_ms / 1000,
+        **same
+        | {
+            "parameters": parse_count(config.params, "params"),
+            "step_seconds": config.step_ms / 1000,
+            "node_bits": parse_rate(config.link, "link"),
+            "hub_bits": parse_rate(config.hub_link or config.link, "hub_link"),
+            "on_nodes": config.shards_on_nodes,
+            "node_batches": config.critical,
+            "codec_on": _codec_on(config),
+            "node_ns": given(config.node_ns),
+            "hub_ns": given(config.hub_ns),
+            "held_seconds": None if held_ms is None else held_ms / 1000,
+        }
     )
 
 
@@ -175,7 +166,6 @@ def _codec_on(config: PlanConfig) -> Place:
 
 
 def memory_of(config: PlanConfig, plan: RunPlan) -> MemoryEstimate:
-    """Return what a node of this plan needs. Raises ConfigError."""
     model = tuple(LeafSpec(leaf.path, leaf.shape, config.dtype) for leaf in model_of(plan.wish.parameters))
     item_bytes = 4 if config.dtype == "float32" else 2
     return estimate(
@@ -201,7 +191,7 @@ def settings_line(plan: RunPlan) -> str:
     shard = f" --shard 0/{plan.load.shards}" if plan.load.shards > 1 else ""
     return (
         f"zmqtrain-broker --every {plan.schedule.every} --delay {plan.schedule.delay} --codec {quote(plan.codec)} "
-        f"--broadcast-codec {quote(plan.broadcast_codec)} --outer {quote(plan.option.outer)}{cut}{shard}"
+        f"--broadcast-codec {quote(plan.broadcast_codec)} --outer {quote(plan.outer)}{cut}{shard}"
     )
 
 
@@ -219,10 +209,10 @@ def _plan_table(config: PlanConfig, plan: RunPlan) -> Table:
         "to a loss": f"{plan.speedup:.2f} times as fast as one PC ({least:.1f} to {most:.1f}); on a "
         f"free network {plan.ideal:.2f} times",
         "why": f"{share:.0%} of the free network: exchanges leave {predicted.efficiency:.0%} of the steps, and codec, "
-        f"k and age ask for {plan.option.slowdown:.2f} times as many, averaging for "
+        f"k and age ask for {plan.slowdown:.2f} times as many, averaging for "
         f"{1 / averaging_gain(config.nodes):.2f} times",
         "codec": f"{both}, {plan.fragments} fragment{'s' * (plan.fragments > 1)}, {pieces}",
-        "outer": plan.option.outer,
+        "outer": plan.outer,
         "k, d": f"{plan.schedule.every}, {plan.schedule.delay} steps",
         "an exchange": f"{format_bytes(load.bytes_up)} up, {format_bytes(load.bytes_down)} down, per node, in "
         f"{predicted.latency_seconds:.2g} s",
@@ -233,37 +223,30 @@ def _plan_table(config: PlanConfig, plan: RunPlan) -> Table:
         "efficiency": f"{predicted.efficiency:.3f}",
         "age": plural(predicted.age_steps, "step"),
     }
-    table = figures_table(rows)
-    table.title = f"{count} parameters, {plural(wish.nodes, 'node')}, {where}, a step of {config.step_ms:g} ms"
-    table.title_justify = "left"
-    return table
+    title = f"{count} parameters, {plural(wish.nodes, 'node')}, {where}, a step of {config.step_ms:g} ms"
+    return figures_table(rows, title)
 
 
 def _variants_table(plans: Sequence[RunPlan]) -> Table:
-    table = Table(title="the same with other brokers and hubs (Gb/s)", title_justify="left", box=None, pad_edge=False)
     figures = ("shards", "hub", "codec", "parts", "k", "d", "age", "MB/step", "port", "efficiency", "speed-up")
-    for column in figures:
-        table.add_column(column, justify="left" if column == "codec" else "right")
-    for plan in plans:
-        predicted = plan.prediction
-        table.add_row(
+    rows = [
+        (
             str(plan.wish.shards), f"{plan.wish.hub_bits / 1e9:g}", plan.codec, str(plan.fragments),
             str(plan.schedule.every), str(plan.schedule.delay), f"{predicted.age_steps:.4g}",
             f"{predicted.mb_up:.3g}", f"{max(predicted.port_up, predicted.port_down):.0%}",
             f"{predicted.efficiency:.3f}", f"{plan.speedup:.2f}",
-        )  # fmt: skip
-    return table
+        )
+        for plan in plans
+        for predicted in [plan.prediction]
+    ]  # fmt: skip
+    return table_of(figures, rows, left="codec", title="the same with other brokers and hubs (Gb/s)")
 
 
 def _memory_table(memory: MemoryEstimate) -> Table:
-    table = Table(title="memory of a node", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("card", justify="right")
-    table.add_column("host", justify="right")
-    for line in memory.lines:
-        table.add_row(line.what, *(format_bytes(size) if size else "" for size in (line.device_bytes, line.host_bytes)))
-    table.add_row("in all", format_bytes(memory.device_bytes), format_bytes(memory.host_bytes))
-    return table
+    sizes = [(line.what, line.device_bytes, line.host_bytes) for line in memory.lines]
+    rows = [(what, *(format_bytes(size) if size else "" for size in placed)) for what, *placed in sizes]
+    rows.append(("in all", format_bytes(memory.device_bytes), format_bytes(memory.host_bytes)))
+    return table_of(("", "card", "host"), rows, left="", title="memory of a node")
 
 
 def _as_json(plan: RunPlan, others: Sequence[RunPlan], memory: MemoryEstimate, limit: int | None) -> dict[str, Any]:
@@ -281,20 +264,15 @@ def _as_json(plan: RunPlan, others: Sequence[RunPlan], memory: MemoryEstimate, l
 
 
 def _plan_as_json(plan: RunPlan) -> dict[str, Any]:
+    names = ("codec", "broadcast_codec", "fragments", "outer", "slowdown", "speedup")
     return {
         "shards": plan.wish.shards,
         "hub_bits_per_second": plan.wish.hub_bits,
-        "codec": plan.codec,
-        "broadcast_codec": plan.broadcast_codec,
-        "fragments": plan.fragments,
-        "every": plan.schedule.every,
-        "delay": plan.schedule.delay,
         "bytes_up": plan.load.bytes_up,
         "bytes_down": plan.load.bytes_down,
-        "outer": plan.option.outer,
-        "slowdown": plan.option.slowdown,
-        "speedup": plan.speedup,
         "ideal_speedup": plan.ideal,
+        **{name: getattr(plan, name) for name in names},
+        **asdict(plan.schedule),
         **asdict(plan.prediction),
     }
 

@@ -7,6 +7,7 @@ Rule 3: options that several programs have stand here; a program's own stand in 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import difflib
@@ -205,6 +206,14 @@ def check_new_file(path: Path) -> None:
         raise ConfigError(f"{path} exists: name another file (--out), or remove it first")
 
 
+def make_folder(folder: Path, flag: str) -> None:
+    """Make the folder that `flag` names. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder} ({flag}): {error.strerror}") from error
+
+
 # ---------------------------------------------------------------------- reading
 
 
@@ -332,12 +341,9 @@ def _describe_fields(kind: type[Any]) -> None:
 
 
 def _config_path(arguments: Sequence[str]) -> Path | None:
-    path = None
-    for index, argument in enumerate(arguments):
-        if argument == "--config" and index + 1 < len(arguments):
-            path = Path(arguments[index + 1])
-        elif argument.startswith("--config="):
-            path = Path(argument.partition("=")[2])
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    reader.add_argument("--config", type=Path, nargs="?")
+    path: Path | None = reader.parse_known_args(arguments)[0].config
     return path
 
 

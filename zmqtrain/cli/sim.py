@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich.box import HEAVY_HEAD
 from rich.table import Table
 
 from zmqtrain.cli.display import (
@@ -27,8 +28,9 @@ from zmqtrain.cli.display import (
     format_scores,
     format_seconds,
     log_to_stderr,
+    table_of,
 )
-from zmqtrain.cli.settings import LogOptions, command
+from zmqtrain.cli.settings import LogOptions, command, make_folder
 from zmqtrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,20 +99,13 @@ def _simulate(config: SimConfig, scenario_file: Path) -> int:
     console = Terminal()
     watch = None if config.quiet else partial(_show, console)
     if config.record is not None:
-        _make_folder(config.record)
+        make_folder(config.record, "--record")
     result = simulate(scenario, watch=watch, record=config.record)
     for table in result_tables(result):
         console.print(table)
     if config.json is not None:
         write_records(config.json, result.records)
     return 0
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder} (--record): {error.strerror}") from error
 
 
 def _replay(files: Sequence[Path]) -> int:
@@ -132,7 +127,6 @@ def _replay(files: Sequence[Path]) -> int:
 
 
 def _crcs(result: ReplayResult) -> str:
-    """Say what was compared."""
     ended = sum(node.recorded_crc is not None for node in result.nodes.values())
     nodes = f"the final parameters of {ended} of {len(result.nodes)} nodes"
     if result.recorded_crc is None:
@@ -141,15 +135,16 @@ def _crcs(result: ReplayResult) -> str:
 
 
 def replay_table(result: ReplayResult) -> Table:
-    """Return what each node of a replayed run did."""
     title = f"replayed: version {result.version}, {result.contributions:,} contributions"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("node", "steps", "offers", "updates", "crc", "recorded"):
-        table.add_column(column, justify="left" if column == "node" else "right")
-    for name, node in result.nodes.items():
-        crcs = ("" if crc is None else f"{crc:08x}" for crc in (node.crc, node.recorded_crc))
-        table.add_row(name, f"{node.steps:,}", f"{node.offers:,}", f"{node.updates:,}", *crcs)
-    return table
+    rows = [
+        (name, f"{node.steps:,}", f"{node.offers:,}", f"{node.updates:,}", _crc(node.crc), _crc(node.recorded_crc))
+        for name, node in result.nodes.items()
+    ]
+    return table_of(("node", "steps", "offers", "updates", "crc", "recorded"), rows, left="node", title=title)
+
+
+def _crc(crc: int | None) -> str:
+    return "" if crc is None else f"{crc:08x}"
 
 
 def _show(console: Terminal, record: dict[str, Any]) -> None:
@@ -163,7 +158,6 @@ def _show(console: Terminal, record: dict[str, Any]) -> None:
 
 
 def result_tables(result: SimResult) -> list[Table]:
-    """Return the figures of the run, and those of its nodes, if any has ended by itself."""
     rows = {
         "virtual time": f"{format_seconds(result.seconds)}, simulated in {format_seconds(result.wall_seconds)}",
         "held-out": format_scores(result.scores),
@@ -174,18 +168,20 @@ def result_tables(result: SimResult) -> list[Table]:
     }
     if result.target_seconds < inf:
         rows["target loss after"] = format_seconds(result.target_seconds)
-    nodes = Table(title="nodes that ended by themselves", title_justify="left")
+    if not result.nodes:
+        return [figures_table(rows)]
     columns = ("node", "steps", "offers", "put off", "aggregates", "median age", "sent", "received")
-    for column in columns:
-        nodes.add_column(column, justify="left" if column == "node" else "right")
-    for name, ended in result.nodes.items():
-        figures = ended.statistics
-        nodes.add_row(
+    ended = [
+        (
             name, f"{figures.steps:,}", str(figures.offers), str(figures.offers_refused),
             str(figures.aggregates_applied), format_number(figures.age_steps, 0), format_bytes(figures.bytes_sent),
             format_bytes(figures.bytes_received),
-        )  # fmt: skip
-    return [figures_table(rows), *([nodes] if result.nodes else [])]
+        )
+        for name, node in result.nodes.items()
+        for figures in [node.statistics]
+    ]  # fmt: skip
+    title = "nodes that ended by themselves"
+    return [figures_table(rows), table_of(columns, ended, left="node", title=title, box=HEAVY_HEAD, pad_edge=True)]
 
 
 main = command(SimConfig, PROGRAM, _run)

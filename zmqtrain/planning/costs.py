@@ -10,11 +10,10 @@ Rule 3: a plan that does not fit is answered with one that would, by the same co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import combinations, product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from zmqtrain.averaging.held_rounds import MOST_THREADS
 from zmqtrain.codecs.base import coding_from_spec
@@ -88,16 +87,13 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """What the card must hold."""
         return sum(line.device_bytes for line in self.lines)
 
     @property
     def host_bytes(self) -> int:
-        """What the PC's memory must hold besides, for this."""
         return sum(line.host_bytes for line in self.lines)
 
     def fits(self, limit_bytes: int) -> bool:
-        """Return whether a card of which `limit_bytes` can be used holds it."""
         return self.device_bytes <= limit_bytes
 
     def advice(self, limit_bytes: int) -> str:
@@ -116,14 +112,13 @@ class MemoryEstimate:
             for chosen in combinations(choices, together):
                 for changes in product(*chosen):
                     if (changed := self._changed(changes)).fits(limit_bytes):
-                        said = " and ".join(change.text for change in changes)
-                        found.append(f"{said} ({_gigabytes(changed.device_bytes)})")
+                        found.append(f"{_together(changes)} ({_gigabytes(changed.device_bytes)})")
                         break
             if found:
                 return f"{begin}. It would with {'; or with '.join(found)}"
         all_of_it = [variants[-1] for variants in choices]
         least = _gigabytes(self._changed(all_of_it).device_bytes)
-        even = f" Even with {' and '.join(change.text for change in all_of_it)} it needs {least}." if choices else ""
+        even = f" Even with {_together(all_of_it)} it needs {least}." if choices else ""
         return f"{begin}.{even} Take a smaller model, an optimizer with less state, or a larger card"
 
     # ------------------------------------------------------------------ what there is
@@ -164,45 +159,42 @@ class MemoryEstimate:
     # ------------------------------------------------------------------ what would fit
 
     def _choices(self) -> Iterator[list[_Change]]:
-        """What can be changed without another model or another card, the mildest first; each in steps."""
+        """What can be changed without another model or another card, the mildest first; each in steps.
+
+        No two of them change the same field.
+        """
         if self.anchor == "device":
-            yield [_Change("the anchor on the host", lambda plan: replace(plan, anchor="host"))]
+            yield [_Change("the anchor on the host", {"anchor": "host"})]
         blocks = sum(-(-leaf.values // BLOCK_VALUES) for leaf in self.model)
         if fragments := [n for n in _FRAGMENTS_TRIED if self.fragments < n <= blocks]:
-            yield [_Change(f"{n} fragments", partial(_cut, fragments=n)) for n in fragments]
-        if self.activation_bytes:
+            yield [_Change(f"{n} fragments", {"fragments": n}) for n in fragments]
+        if activations := self.activation_bytes:
             yield [
-                _Change(f"{self.batches * n} batches a step, each 1/{n} as large", partial(_accumulate, parts=n))
+                _Change(
+                    f"{self.batches * n} batches a step, each 1/{n} as large",
+                    {"batches": n * self.batches, "activation_bytes": -(-activations // n)},
+                )
                 for n in _PARTS_TRIED
             ]
         if any(_ITEM_BYTES[leaf.dtype] > 2 for leaf in self.model):
-            yield [_Change("parameters in bfloat16", _in_bfloat16)]
+            model = tuple(LeafSpec(leaf.path, leaf.shape, "bfloat16") for leaf in self.model)
+            share = 2 * count_values(model) / self._parameter_bytes  # the optimizer's moments have that dtype, too
+            smaller = {"model": model, "opt_state_bytes": round(share * self.opt_state_bytes)}
+            yield [_Change("parameters in bfloat16", smaller)]
 
-    def _changed(self, changes: Sequence[_Change]) -> MemoryEstimate:
-        plan = self
-        for change in changes:
-            plan = change.apply(plan)
-        return plan
+    def _changed(self, changes: Iterable[_Change]) -> MemoryEstimate:
+        return replace(self, **{name: value for change in changes for name, value in change.fields.items()})
 
 
 class _Change(NamedTuple):
+    """Other values of some fields of an estimate, and what to call that."""
+
     text: str
-    apply: Callable[[MemoryEstimate], MemoryEstimate]
+    fields: dict[str, Any]
 
 
-def _cut(plan: MemoryEstimate, fragments: int) -> MemoryEstimate:
-    return replace(plan, fragments=fragments)
-
-
-def _accumulate(plan: MemoryEstimate, parts: int) -> MemoryEstimate:
-    return replace(plan, batches=parts * plan.batches, activation_bytes=-(-plan.activation_bytes // parts))
-
-
-def _in_bfloat16(plan: MemoryEstimate) -> MemoryEstimate:
-    """The moments of an optimizer have the parameters' dtype, and shrink with them."""
-    model = tuple(LeafSpec(leaf.path, leaf.shape, "bfloat16") for leaf in plan.model)
-    share = 2 * count_values(model) / sum(_ITEM_BYTES[leaf.dtype] * leaf.values for leaf in plan.model)
-    return replace(plan, model=model, opt_state_bytes=round(share * plan.opt_state_bytes))
+def _together(changes: Iterable[_Change]) -> str:
+    return " and ".join(change.text for change in changes)
 
 
 def estimate(

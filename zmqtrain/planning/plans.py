@@ -30,7 +30,6 @@ from zmqtrain.planning.schedule import (
     PAYLOAD_SHARE,
     Load,
     Option,
-    Prediction,
     Schedule,
     averaging_gain,
     best_option,
@@ -119,37 +118,11 @@ class Wish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class RunPlan(Option):
     """What a run should be set to, and what it then does. wish: what was asked.  fragments: of the model."""
 
     wish: Wish
-    option: Option
     fragments: int
-
-    @property
-    def codec(self) -> str:
-        """How deltas are coded."""
-        return self.option.codec
-
-    @property
-    def broadcast_codec(self) -> str:
-        """How aggregates are coded."""
-        return self.option.broadcast_codec
-
-    @property
-    def load(self) -> Load:
-        """What it asks of links and machines."""
-        return self.option.load
-
-    @property
-    def schedule(self) -> Schedule:
-        """Its k and d."""
-        return self.option.schedule
-
-    @property
-    def prediction(self) -> Prediction:
-        """What it does."""
-        return self.option.prediction
 
     @property
     def ideal(self) -> float:
@@ -159,7 +132,7 @@ class RunPlan:
     @property
     def speedup(self) -> float:
         """How many times as fast as one PC these reach a loss, as predicted."""
-        return self.ideal * averaging_gain(self.wish.nodes) / self.option.time
+        return self.ideal * averaging_gain(self.wish.nodes) / self.time
 
 
 def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_flight: int = 0) -> Load:
@@ -221,7 +194,7 @@ def make_plan(wish: Wish) -> RunPlan:
     """
     codecs = (wish.codec,) if wish.codec else CODECS
     plans = (_plan(wish, codec, fragments) for codec in codecs for fragments in _fragments(wish))
-    return min(plans, key=lambda plan: plan.option.time)  # the first, of equal ones: the densest codec
+    return min(plans, key=lambda plan: plan.time)  # the first, of equal ones: the densest codec
 
 
 def variants(wish: Wish) -> Iterator[RunPlan]:
@@ -253,7 +226,7 @@ def _plan(wish: Wish, codec: str, fragments: int) -> RunPlan:
         if of_one <= in_flight:
             break
         in_flight = of_one
-    return RunPlan(wish=wish, option=option, fragments=fragments)
+    return RunPlan(**vars(option), wish=wish, fragments=fragments)
 
 
 ASSUMED_BITS = 1e9

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import ceil
 from typing import TypeVar
 
@@ -84,11 +85,11 @@ def measure_link(
     silent, JoinRefused if it speaks another version of the protocol.
     """
     access = find_access(address, server_key, keys)
-    return asyncio.run(_measure(RealEnvironment(access), address, wait_seconds))
 
+    async def measure() -> LinkFigures:
+        return await _Probe(RealEnvironment(access), address).measure(wait_seconds)
 
-async def _measure(dialer: Dialer, address: str, wait_seconds: float) -> LinkFigures:
-    return await _Probe(dialer, address).measure(wait_seconds)
+    return asyncio.run(measure())
 
 
 class _Refusal(Exception):
@@ -107,7 +108,7 @@ class _Probe(NullListener):
         self._session = HubSession(dialer, machine, address, self)
         self._session.linger_seconds = 0.1
         self._answers = asyncio.Queue[Message | ZmqTrainError]()
-        self._number = 0
+        self._numbers = count(1)
         self._software = ""
         self._round_trips: list[float] = []
         self._ping_sent: float | None = None
@@ -115,7 +116,6 @@ class _Probe(NullListener):
         """(error, how far the hub's clock is ahead), of the quickest answer."""
 
     def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
-        """See NullListener."""
         if isinstance(message, Heartbeat):
             if message.sent != self._ping_sent:  # the session's own
                 return False
@@ -125,16 +125,13 @@ class _Probe(NullListener):
         return isinstance(message, Probed | Refused)
 
     def on_ended(self, reason: str, text: str, error: ZmqTrainError) -> None:
-        """See NullListener."""
+        address = self._session.address
         if reason == "garbage":
-            self.on_failed(
-                JoinRefused(f"the broker at {self._session.address} cannot be understood: {text}", "protocol")
-            )
+            self.on_failed(JoinRefused(f"the broker at {address} cannot be understood: {text}", "protocol"))
         else:
-            self.on_failed(HubUnreachable(f"{self._session.address}: {text}", self._session.address))
+            self.on_failed(HubUnreachable(f"{address}: {text}", address))
 
     def on_failed(self, error: ZmqTrainError) -> None:
-        """See NullListener."""
         self._answers.put_nowait(error)
 
     async def measure(self, wait_seconds: float) -> LinkFigures:
@@ -210,8 +207,7 @@ class _Probe(NullListener):
         self._session.send(Heartbeat(self._ping_sent))
 
     def _probe(self, size: int, answer: int) -> None:
-        self._number += 1
-        probe = Probe(self._number, size, answer)
+        probe = Probe(next(self._numbers), size, answer)
         if size:
             self._session.send_bulk(probe, [PADDING[:size]])
         else:

@@ -70,20 +70,6 @@ own best rate: 1 + AVERAGED * (2 / nodes)^AVERAGED_POWER times as few. Measured 
 about 1.0 times with 2, 4 and 8 nodes (the same runs)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Learning:
-    """What a schedule does to learning. turn_steps: steps until the whole model has been exchanged once.
-
-    age_steps: from an offer to its application.  codec, broadcast_codec: specs.
-    """
-
-    nodes: int
-    turn_steps: float
-    age_steps: float
-    codec: str
-    broadcast_codec: str
-
-
 @lru_cache(maxsize=256)
 def density_of(spec: str) -> float:
     """Return the share of the values that the codec of most leaves sends; 1 where it sends all.
@@ -107,11 +93,14 @@ def _coded(spec: str, nodes: int) -> float:
     return CODED * (1.5 - density) + SPARSE * log(free / density) ** 2
 
 
-def slowdown(learning: Learning) -> float:
-    """Return how many times the steps of exact synchronous training a run needs to a loss, at least 1."""
-    age = learning.age_steps + (learning.turn_steps - 1) / 2
+def slowdown(nodes: int, turn_steps: float, age_steps: float, codec: str, broadcast_codec: str) -> float:
+    """Return how many times the steps of exact synchronous training a run needs to a loss, at least 1.
+
+    turn_steps: until the whole model has been exchanged once.  age_steps: from an offer to its application.
+    """
+    age = age_steps + (turn_steps - 1) / 2
     late = FRESH * age + LATE * max(0.0, age - LATE_FREE) ** LATE_POWER
-    coded = max(_coded(spec, learning.nodes) for spec in (learning.codec, learning.broadcast_codec))
+    coded = max(_coded(spec, nodes) for spec in (codec, broadcast_codec))
     return float((1 + late) * (1 + coded))
 
 
@@ -425,16 +414,13 @@ class Option:
 
 
 def judge_option(codec: str, broadcast_codec: str, load: Load, schedule: Schedule) -> Option:
-    """Return what this load and schedule do to the time to a loss."""
     prediction = predict(load, schedule)
     turn = prediction.model_period_steps
     age = max(float(schedule.delay), prediction.latency_seconds / load.step_seconds + 0.5)
     busy = stages(load)[prediction.busiest] / (prediction.period_steps * load.step_seconds)
     if busy > BUSIEST + ROUNDING:  # offers wait for each other: as many as may be in flight, by Little's law
         age = max(age, schedule.in_flight(load) * prediction.period_steps)
-    slow = slowdown(
-        Learning(nodes=load.nodes, turn_steps=turn, age_steps=age, codec=codec, broadcast_codec=broadcast_codec)
-    )
+    slow = slowdown(load.nodes, turn, age, codec, broadcast_codec)
     outer = RARE_OUTER if turn >= RARE_TURN_STEPS else OFTEN_OUTER
     return Option(
         codec=codec,
