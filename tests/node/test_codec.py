@@ -62,17 +62,10 @@ def test_what_is_on_its_way_is_kept_and_published_again_to_the_same_bits():
         world.offer(sequence, 0.5 + sequence)
     kept, arrays = world.jobs.kept(facts)
     again = World(codec="int4")
-    again.jobs.send_again(Saved(kept, arrays))
+    again.jobs.send_again(kept, arrays)
     assert [one[:2] for one in again.published] == [(0, 3), (1, 3)]
     for (_, _, mine, _), (_, _, theirs, _) in zip(again.published, world.published, strict=True):
         assert [bytes(frame) for frame in mine.frames] == [bytes(frame) for frame in theirs.frames]
-
-
-class Saved:
-    """A checkpoint, as far as the codec reads it."""
-
-    def __init__(self, facts, arrays):
-        self.facts, self.arrays = facts, arrays
 
 
 def test_what_has_landed_or_was_withdrawn_is_kept_no_more():

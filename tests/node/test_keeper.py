@@ -83,6 +83,20 @@ def test_nothing_is_due_before_the_run_has_parameters(kept):
     assert not kept.keeper.is_due()
 
 
+def test_a_node_that_ends_unlocks_its_folder_only_when_its_slow_write_has_ended(kept, monkeypatch):
+    written, unlocked = threading.Event(), threading.Event()
+    monkeypatch.setattr(CheckpointFolder, "save", lambda *_: written.wait(60.0))
+    monkeypatch.setattr(kept.keeper.folder, "close", unlocked.set)
+    kept.version = 2
+    kept.keeper.save({}, {})
+    closing = threading.Thread(target=kept.keeper.close)
+    closing.start()
+    assert not unlocked.wait(0.05)
+    written.set()
+    closing.join()
+    assert unlocked.is_set()
+
+
 @pytest.mark.parametrize("trouble", ["full", "busy"])
 def test_what_cannot_be_saved_is_a_warning_and_is_tried_again(kept, trouble, monkeypatch, caplog):
     monkeypatch.setattr(background_writer, "AGAIN_SECONDS", 0.0)

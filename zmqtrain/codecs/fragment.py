@@ -270,27 +270,22 @@ class WholeLayout:
         return self.fragments_each * self.shards
 
     def counts(self, fragment: int) -> tuple[int, ...]:
-        """See Layout."""
         layout, inside = self._place(fragment)
         return layout.counts(inside)
 
     def leaves(self, fragment: int) -> tuple[int, ...]:
-        """See Layout."""
         layout, inside = self._place(fragment)
         return layout.leaves(inside)
 
     def spans(self, leaf_index: int, fragment: int) -> NDArray[np.int64]:
-        """See Layout."""
         layout, inside = self._place(fragment)
         return layout.spans(leaf_index, inside)
 
     def take(self, leaf: Array, leaf_index: int, fragment: int) -> Array:
-        """See Layout."""
         layout, inside = self._place(fragment)
         return layout.take(leaf, leaf_index, inside)
 
     def add(self, leaf: Array, leaf_index: int, fragment: int, segment: Array) -> Array:
-        """See Layout."""
         layout, inside = self._place(fragment)
         return layout.add(leaf, leaf_index, inside, segment)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,42 +41,25 @@ Facts = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
 
 
-@dataclass(frozen=True)
 class SavedNode:
     """The checkpoint that a node goes on from. versions: of all good checkpoints in the folder, rising.
 
-    facts: the state of "node", "offers", "units", "coder", "sent" and "loop".
+    facts: the state of "node", "offers", "units", "coder", "sent" and "loop".  unacked: the offers that were in flight,
+    encoded.
     """
 
-    facts: Facts
-    arrays: Arrays
-    versions: tuple[int, ...] = ()
-    peer: PeerId = field(init=False)
-    run: str = field(init=False)
-    version: int = field(init=False)
-    incarnation: int = field(init=False)
-    addresses: tuple[str, ...] = field(init=False)
-    settings: RunSettings = field(init=False)
-    model: ModelSpec = field(init=False)
-    schedules: tuple[WireSchedule, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        node = self.facts["node"]
-        for name, value in (
-            ("peer", PeerId(str(node["peer"]))),
-            ("run", str(node["run"])),
-            ("version", int(node["version"])),
-            ("incarnation", int(node["incarnation"])),
-            ("addresses", tuple(map(str, node.get("addresses", ())))),
-            ("settings", RunSettings.from_dict(node["settings"])),
-            ("model", spec_from_plain(node["model"])),
-            ("schedules", tuple(node.get("schedules", ()))),
-        ):
-            object.__setattr__(self, name, value)
+    def __init__(self, facts: Facts, arrays: Arrays, versions: tuple[int, ...] = ()) -> None:
+        self.facts, self.arrays, self.versions, node = facts, arrays, versions, facts["node"]
+        self.peer, self.run, self.term = PeerId(str(node["peer"])), str(node["run"]), int(node["term"])
+        self.version, self.incarnation = int(node["version"]), int(node["incarnation"])
+        self.addresses = tuple(map(str, node.get("addresses", ())))
+        self.settings, self.model = RunSettings.from_dict(node["settings"]), spec_from_plain(node["model"])
+        self.schedules: tuple[WireSchedule, ...] = tuple(node.get("schedules", ()))
+        self.unacked = {int(sequence) for sequence, *_ in facts["coder"]["unacked"]}
         Timetable(self.settings, self.schedules)
         if not (-1 <= self.version < MOST_VERSIONS and 0 <= self.incarnation < MAX_INCARNATION):
             raise ValueError(f"version {self.version} and incarnation {self.incarnation} cannot be")
-        for name, array in self.arrays.items():
+        for name, array in arrays.items():
             if name.startswith("anchor/") and array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise ValueError(f"the shared parameters {name.removeprefix('anchor/')} are not finite")
 
@@ -148,11 +131,11 @@ class NodeCheckpoint:
         node.codec.keeps_sent = True
         if (saved := options.saved) is not None:
             peer = node.peer
-            peer.term = int(saved.facts["node"]["term"])
+            peer.term = saved.term
             for address in saved.addresses:
                 peer.know(address)
             peer.resume(
-                saved.run, saved.version, saved.settings, saved.model, sorted(_unacked(saved)),
+                saved.run, saved.version, saved.settings, saved.model, sorted(saved.unacked),
                 saved.versions, int(saved.facts["offers"]["sequence"]), saved.schedules,
             )  # fmt: skip
 
@@ -168,14 +151,12 @@ class NodeCheckpoint:
     # ------------------------------------------------------------------ saving (training thread)
 
     def is_due(self) -> bool:
-        """See Keeping."""
         version, now = self._node.offers.version, self._node.clock.monotonic()
         if version < 0 or (self._writer.busy and not self._every.together):
             return False
         return now >= self._writer.retry_at or self._every.is_due(version, self._saved_version, now - self._saved_at)
 
     def save(self, state: Facts, arrays: Mapping[str, Array], wait: bool = False) -> None:
-        """See Keeping."""
         self._writer.begin()
         version = self._node.offers.version
         known = {"format": FORMAT, "loop": state, **self.facts()}
@@ -220,14 +201,13 @@ class NodeCheckpoint:
         return {"node": known, "offers": offers.to_plain(), "units": node.units.to_plain()}
 
     def close(self) -> None:
-        """Wait for the write in progress, a minute at most, and unlock the folder."""
-        self._writer.wait()
+        """Wait for the write in progress, however long it takes, and unlock the folder, which may then be another's."""
+        self._writer.wait(None)
         self.folder.close()
 
     # ------------------------------------------------------------------ going on (training thread)
 
     def take(self) -> tuple[Facts, Mapping[str, Array]] | None:
-        """See Keeping."""
         saved, self._taken = self._taken, None
         if saved is None:
             return None
@@ -238,9 +218,9 @@ class NodeCheckpoint:
         """Restore the codec of a node that joins with this model. Raises ModelMismatch."""
         if self.resuming is not None:
             self.resuming.check_model(model, self.folder.folder)
-            self._node.codec.restore(self.resuming)
+            self._node.codec.restore(self.resuming.facts, self.resuming.arrays)
             # a hub that has already welcomed this node said then what is lost, when there was no codec to record it
-            for sequence in _unacked(self.resuming) - self._node.peer.in_flight:
+            for sequence in self.resuming.unacked - self._node.peer.in_flight:
                 self._node.codec.joined_coder.withdraw(sequence)
 
     def may_go_on(self) -> bool:
@@ -258,15 +238,14 @@ class NodeCheckpoint:
         self.resuming = None
         node.offers.restore(saved.facts["offers"])
         node.units.restore(saved.facts["units"], exactly=rewound >= 0)
-        unacked = _unacked(saved)
-        node.offers.withdrawn(set(node.offers.in_flight()) - unacked)  # they were just being withdrawn
+        node.offers.withdrawn(set(node.offers.in_flight()) - saved.unacked)  # they were just being withdrawn
         if rewound >= 0:
             self.folder.forget_after(rewound)
             for _ in node.inbox.take_withdrawn():  # as the hub was before it went back
                 pass
-            node.in_codec(lambda: node.codec.send_again(saved))
+            node.in_codec(lambda: node.codec.send_again(saved.facts, saved.arrays))
         self._taken = saved
-        where = "where all have gone back to" if rewound >= 0 else f"with {len(unacked)} deltas in flight"
+        where = "where all have gone back to" if rewound >= 0 else f"with {len(saved.unacked)} deltas in flight"
         logger.info("%s goes on from version %d of %s, %s", node.peer.name, saved.version, saved.run, where)
 
     def stepped(self) -> None:
@@ -281,8 +260,3 @@ class NodeCheckpoint:
             self._steps_alone += 1
             if self._steps_alone == settings.every * (1 if settings.carries_all else settings.fragments):
                 peer.keep_pending()
-
-
-def _unacked(saved: SavedNode) -> set[int]:
-    """The offers that were in flight, encoded."""
-    return {int(sequence) for sequence, *_ in saved.facts["coder"]["unacked"]}

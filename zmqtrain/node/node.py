@@ -242,7 +242,6 @@ class Node(NullListener):
 
     @property
     def population(self) -> Population:
-        """See Exchange."""
         return self
 
     @property
@@ -492,7 +491,6 @@ class Node(NullListener):
             logger.info("%s has waited %.0f s for %s", self.name, waited, self.waiting_for or "its first parameters")
 
     def compare(self, score: float, *, declined: bool = False) -> None:
-        """See Exchange."""
         self.link.call(lambda: self.link.carry_out(self.peer.compare(score, declined)))
 
     def vote(self, score: float) -> Update | None:
@@ -503,7 +501,6 @@ class Node(NullListener):
         return self.end_join()
 
     def lend(self, leaves: Sequence[Any], optimizer_state: Sequence[Any] = ()) -> None:
-        """See Exchange."""
         self.wanted = False
         self.in_codec(lambda: self._send_initial(leaves, optimizer_state))
 
@@ -535,7 +532,6 @@ class Node(NullListener):
         return offer.sequence
 
     def state(self) -> ExchangeState:
-        """See Exchange."""
         self.offers.withdrawn(self.inbox.take_withdrawn())
         return ExchangeState(
             self.offers.in_flight(),
@@ -547,12 +543,10 @@ class Node(NullListener):
         )
 
     def peek(self) -> Update | None:
-        """See Exchange."""
         self.check()
         return self.inbox.peek()
 
     def poll(self) -> Update | None:
-        """See Exchange."""
         self.check()
         update = self.inbox.take()
         if update is not None:
@@ -567,7 +561,6 @@ class Node(NullListener):
         return update
 
     def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
-        """See Exchange."""
         until = self.clock.monotonic() + timeout_seconds
         while not self.wait(
             lambda: len(self.inbox) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - self.clock.monotonic()))
@@ -602,16 +595,13 @@ class Node(NullListener):
         self.link.call(lambda: self.link.send(WorkRequest((), 1, True)) if self.link.live else None)
 
     def while_idle(self) -> None:
-        """See UnitNode."""
         if self.idle is not None:
             self.idle()
 
     def everyone_drained(self, shard: int) -> bool:
-        """See Exchange."""
         return not self.link.live or not self.units.drain() or self.ended_with_run
 
     def schedule(self, paced: bool = False) -> StepSchedule:
-        """See Exchange."""
         timetable = self.peer.timetable
         settings = self.settings if timetable is None else timetable.at(self.offers.version)
         scheduled = (settings.every, settings.delay, settings.codec, settings.broadcast_codec)
@@ -631,7 +621,6 @@ class Node(NullListener):
     # ------------------------------------------------------------------ reports (training thread)
 
     def describe(self, *, data: str | None = None, device: str | None = None, first_step: str | None = None) -> None:
-        """See Describes."""
         progress = self.progress
         progress.data = progress.data if data is None else data
         progress.device = progress.device if device is None else device
@@ -642,7 +631,6 @@ class Node(NullListener):
     def report(
         self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
     ) -> None:
-        """See Exchange."""
         progress = self.progress
         progress.step, progress.samples, progress.loss = step, samples, loss
         progress.age_steps, progress.offers_refused = age_steps, offers_refused
@@ -668,13 +656,11 @@ class Node(NullListener):
         self.link.call(lambda: self.link.send(self.make_report()) if self.link.live else None)
 
     def ask_for_units(self) -> None:
-        """See UnitNode."""
         self.link.call(self._request_units)
 
     # ------------------------------------------------------------------ Listener (network thread)
 
     def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
-        """See Listener."""
         announcement = deliver.announcement
         if self._copies is not None:
             if isinstance(announcement, Snapshot):  # later aggregates are of no use here
@@ -693,7 +679,6 @@ class Node(NullListener):
             self.on_failed(ZmqTrainError(f"the codec thread of {self.name} cannot keep up"))
 
     def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
-        """See Listener."""
         if reason not in ("lost", "non-finite") and not self._virtual:
             why = f"{reason}: {text}"
             logger.warning("%s: the broker refused delta %d (%s); the next one holds it", self.name, sequence, why)
@@ -706,7 +691,6 @@ class Node(NullListener):
         self.inbox.withdraw(sequence)
 
     def on_quarantined(self, quarantine: Quarantine) -> None:
-        """See Listener."""
         if quarantine.seconds <= 0:
             logger.info("%s is not quarantined any more: %s", self.name, quarantine.text)
             return
@@ -730,16 +714,13 @@ class Node(NullListener):
             self.in_codec(lambda: self._send_initial(leaves, optimizer_state))
 
     def on_work(self, answer: WorkUnit) -> None:
-        """See Listener."""
         self.units.dealt(answer)
 
     def on_stopped(self) -> None:
-        """See Listener."""
         logger.info("%s ends with its run: an operator has ended it. What is computed is sent first", self.name)
         self.units.stop()
 
     def on_changed(self) -> None:
-        """See Listener."""
         if self.peer.state is PeerState.CONNECTING:  # a node that only waits for a snapshot keeps its units
             self.units.reset()
             self.wanted = False
@@ -754,7 +735,6 @@ class Node(NullListener):
         self.notify()
 
     def make_report(self) -> Report:
-        """See Listener."""
         sent, received = self.link.bytes_sent, self.link.bytes_received
         report = self.progress.report(sent, received, self.waiting_for, self.exchange_seconds)
         return report if self._is_first else replace(report, scores=None, score_version=-1)
@@ -766,7 +746,6 @@ class Node(NullListener):
     # ------------------------------------------------------------------ codec thread
 
     def publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
-        """See CodecNode."""
         now, late = self.clock.monotonic(), self.message_delay() if self.message_delay is not None else 0.0
         self._publish_at = max(self._publish_at, now + late)
         self._unpublished.append((offer, base, encoded, score))

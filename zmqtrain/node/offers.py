@@ -195,18 +195,6 @@ class CodecNode(Protocol):
         """Updates may have been decoded. spoiled: an aggregate came with other bytes than were sent."""
 
 
-class SavedCodec(Protocol):
-    """A checkpoint, as a codec reads it."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """ "coder" and "sent", as `NodeCodec.kept` gave them."""
-
-    @property
-    def arrays(self) -> Mapping[str, Any]:
-        """The arrays that go with them."""
-
-
 class NodeCodec:
     """Encodes what one node offers and decodes what arrives, in its codec thread, one job after the other.
 
@@ -367,19 +355,19 @@ class NodeCodec:
             sent.append([sequence, offer.samples, offer.steps, offer.dense, base, score])
         return {"coder": coded, "sent": sent}, arrays
 
-    def restore(self, saved: SavedCodec) -> None:
+    def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Take over what `kept` gave: while the node joins, before other jobs, or in their turn."""
         coder = self.joined_coder
-        coder.restore(saved.facts["coder"], saved.arrays)
+        coder.restore(facts["coder"], arrays)
         self._sent = {}
-        for sequence, samples, steps, dense, base, score in saved.facts["sent"]:
+        for sequence, samples, steps, dense, base, score in facts["sent"]:
             if sequence in coder.unacked:
                 offer = Offer(sequence, coder.unacked[sequence].fragment, (), samples, steps, dense=dense)
                 self._sent[sequence] = (offer, base, score)
 
-    def send_again(self, saved: SavedCodec) -> None:
+    def send_again(self, facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Publish what was in flight, to the same bits: the hub has gone back to before it arrived."""
-        self.restore(saved)
+        self.restore(facts, arrays)
         for sequence, (offer, base, score) in sorted(self._sent.items()):
             self._node.publish(offer, base, self.joined_coder.unacked[sequence], score)
 

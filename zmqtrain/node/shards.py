@@ -253,14 +253,12 @@ class ShardedNode:
         return self._layout
 
     def state(self) -> ExchangeState:
-        """See Exchange."""
         states = [line.state() for line in self._lines]
         in_flight = [number * self._count + shard for shard, one in enumerate(states) for number in one.in_flight]
         unreachable = [shard for shard, one in enumerate(states) if one.unreachable]
         return states[0]._replace(in_flight=tuple(in_flight), unreachable=tuple(unreachable), wanted=False)
 
     def next_fragments(self) -> tuple[int, ...]:
-        """See Exchange."""
         return tuple(
             shard * self._fragments + fragment
             for shard, line in enumerate(self._lines)
@@ -292,7 +290,6 @@ class ShardedNode:
         return self._next[2]
 
     def poll(self) -> Update | None:
-        """See Exchange."""
         if self._next is None and self.peek() is None:
             return None
         assert self._next is not None
@@ -303,7 +300,6 @@ class ShardedNode:
         return update
 
     def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
-        """See Exchange."""
         inside, shard = divmod(sequence, self._count)
         self._next = None
         return self._here(shard, self._lines[shard].wait_update(timeout_seconds, inside))
@@ -319,7 +315,6 @@ class ShardedNode:
         )
 
     def everyone_drained(self, shard: int) -> bool:
-        """See Exchange."""
         line = self._lines[shard]
         if self._first.units.finished:
             line.units.finished = True  # other brokers deal no units

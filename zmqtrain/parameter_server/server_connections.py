@@ -166,7 +166,6 @@ class ServerConnection(NullListener):
     # ------------------------------------------------------------------ in: see NullListener
 
     def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
-        """See NullListener."""
         match message:
             case Values():
                 self._answered(message.request, (message.version, frames))
@@ -192,7 +191,6 @@ class ServerConnection(NullListener):
         self.fail(PeerLost(f"broker {self.shard} at {self.address}", text, self.shard))
 
     def on_failed(self, error: ZmqTrainError) -> None:
-        """See NullListener."""
         self.fail(error)
 
     def _answered(self, request: int, answer: Answer) -> None:
@@ -309,7 +307,6 @@ class ServerConnections:
     # ------------------------------------------------------------------ where keys lie
 
     def on_placed(self, placed: Placed) -> None:
-        """See ConnectionOwner."""
         if (queue := self._declared.get(placed.request)) is not None:
             queue.put_nowait(placed)
 
