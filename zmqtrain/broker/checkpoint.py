@@ -471,7 +471,7 @@ class Keeper:
         if self.writer.busy and not self._every.together:
             self.writer.retry_at = clock.monotonic() + AGAIN_SECONDS
             return
-        self.writer.wait(None)
+        self.writer.wait()
         if moments is not None:
             self._moments = tuple(moments)
         folder, version, arrays = self._folder, aggregator.version, self._arrays(aggregator)
@@ -512,7 +512,7 @@ class Keeper:
         """
         if self._folder is None:
             return
-        self.writer.wait(None)  # for as long as it takes: it drops newer files, which may be the next broker's by then
+        self.writer.wait()  # for as long as it takes: it drops newer files, which may be the next broker's by then
         try:
             if aggregator is None or aggregator.version != state["version"]:
                 text = "no last checkpoint: version %d failed; started again, the broker goes on from version %d"

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 10.0
 """A write that failed is tried again after this time."""
-CLOSE_SECONDS = 60.0
-"""At its end, a node waits at most this long for the write that is in progress."""
 
 
 class BackgroundWriter:
@@ -85,6 +83,6 @@ class BackgroundWriter:
             logger.warning("%s are written again, from version %d", self._what, version)
         self.unsaved = False
 
-    def wait(self, timeout_seconds: float | None = CLOSE_SECONDS) -> bool:
+    def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until nothing is being written; return False if that takes longer. None: for as long as it takes."""
         return self._idle.wait(timeout_seconds)

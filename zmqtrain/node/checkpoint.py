@@ -175,7 +175,7 @@ class NodeCheckpoint:
         if not self._node.in_codec(code):
             self._writer.put_off("the codec thread has too much to do")
         elif wait:
-            self._writer.wait(None)
+            self._writer.wait()
 
     def facts(self) -> Facts:
         """Return the state of the exchange, without the codec's."""
@@ -202,7 +202,7 @@ class NodeCheckpoint:
 
     def close(self) -> None:
         """Wait for the write in progress, however long it takes, and unlock the folder, which may then be another's."""
-        self._writer.wait(None)
+        self._writer.wait()
         self.folder.close()
 
     # ------------------------------------------------------------------ going on (training thread)

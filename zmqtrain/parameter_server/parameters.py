@@ -105,7 +105,7 @@ class ParameterKeeper:
         if self.writer.busy and not wait:
             self.writer.retry_at = 0.0
             return
-        self.writer.wait(None)
+        self.writer.wait()
         path, arrays = self._path, store.arrays()
         versions = {key: entry.version for key, entry in store.entries.items()}
         text = json.dumps(state | {"versions": versions}, sort_keys=True)
