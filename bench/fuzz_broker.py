@@ -29,7 +29,7 @@ from zmqtrain.protocol.messages import (
     Aggregate,
 )
 from zmqtrain.session import downlink as downlink_room
-from zmqtrain.session.codec_executor import CodecExecutor
+from zmqtrain.session.environment import CodecExecutor
 from zmqtrain.transport.pacing import check_message
 
 from fuzz_inputs import read_session

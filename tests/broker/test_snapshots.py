@@ -11,7 +11,7 @@ from zmqtrain.averaging.aggregator import Released
 from zmqtrain.broker import snapshots as snapshots_module
 from zmqtrain.broker.snapshots import AGAIN_SHARE, AT_ONCE, SHARE, SnapshotService
 from zmqtrain.protocol.effects import Reduce, Serve
-from zmqtrain.session.codec_executor import CodecExecutor, Suspension
+from zmqtrain.session.environment import CodecExecutor, Suspension
 
 SIZE, RATE = 50_000_000, 125e6
 FETCHERS = [f"fetcher-{number}#1" for number in range(10)]

@@ -23,7 +23,7 @@ from zmqtrain.cli.node import Interruption
 from zmqtrain.core.errors import ZmqTrainError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node import node
-from zmqtrain.session import connect_deadline
+from zmqtrain.session import hub_session
 from zmqtrain.transport.key_folder import KeyFolder
 
 GETADDRINFO = socket.getaddrinfo
@@ -90,7 +90,7 @@ def place(hubs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Interruption, "install", lambda interruption: None)  # signals stay pytest's
     monkeypatch.setattr(doctor, "look_at_machine", lambda folder: MACHINE)
     monkeypatch.setattr(socket, "getaddrinfo", _find_host)
-    monkeypatch.setattr(connect_deadline, "REFUSED_SECONDS", 0.05)
+    monkeypatch.setattr(hub_session, "REFUSED_SECONDS", 0.05)
     monkeypatch.setattr(node, "REFUSED_SECONDS", 0.05)
 
     def hang(number: int, frame: object) -> None:

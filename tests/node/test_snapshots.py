@@ -23,7 +23,7 @@ from zmqtrain.protocol.framing import decode_message
 from zmqtrain.protocol.messages import Aggregate, Chunk, Report, Snapshot
 from zmqtrain.protocol.peer import Peer
 from zmqtrain.session.hub_session import HubSession
-from zmqtrain.transport.memory import memory_hub
+from zmqtrain.transport.memory import MemoryHub
 from zmqtrain.transport.pacing import Gate
 
 FRAMES = 12
@@ -150,7 +150,7 @@ def lived(story):
     """Let a broker, a founder and what the story tells happen in one loop; return the broker."""
 
     async def live():
-        hub = memory_hub(queue_messages=4)
+        hub = MemoryHub(queue_messages=4)
         broker = Broker(Heard(hub), SETTINGS)
         running = asyncio.create_task(broker.run())
         founder = Node(hub, "founder")

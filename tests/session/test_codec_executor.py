@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from zmqtrain.core.errors import CodecError, ZmqTrainError
-from zmqtrain.session import codec_executor as jobs_module
-from zmqtrain.session.codec_executor import CodecExecutor, EffectQueue, spawn
+from zmqtrain.session import environment as jobs_module
+from zmqtrain.session.environment import CodecExecutor, EffectQueue, spawn
 
 
 @pytest.mark.parametrize(("error", "said"), [(MemoryError(), "lack of memory"), (KeyError("w"), "KeyError('w')")])
@@ -41,7 +41,7 @@ def test_a_job_that_goes_on_after_the_last_wait_is_a_failure_and_its_result_is_n
 
     async def main() -> CodecExecutor:
         jobs = CodecExecutor("test-jobs", asyncio.Event())
-        monkeypatch.setattr(jobs._worker, "_failed", broken.append)
+        monkeypatch.setattr(jobs, "on_job_failed", broken.append)
         jobs.start()
         jobs.submit(go_on.wait, heard.append)
         jobs.do(done.set)

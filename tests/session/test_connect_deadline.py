@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from zmqtrain.protocol.peer import PeerState
-from zmqtrain.session import connect_deadline
-from zmqtrain.session.connect_deadline import REFUSED_SECONDS, ConnectDeadline, limited
+from zmqtrain.session import hub_session
+from zmqtrain.session.hub_session import REFUSED_SECONDS, ConnectDeadline, limited
 
 
 def session(refused: str = "", state: PeerState = PeerState.CONNECTING) -> Any:
@@ -33,7 +33,7 @@ def test_who_is_refused_tries_a_few_seconds_more_and_no_longer_than_its_time() -
 
 @pytest.mark.parametrize("refused", ["key", ""])
 def test_a_block_ends_soon_after_a_refusal_and_else_at_its_time(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect_deadline, "REFUSED_SECONDS", 0.01)
+    monkeypatch.setattr(hub_session, "REFUSED_SECONDS", 0.01)
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
@@ -44,7 +44,7 @@ def test_a_block_ends_soon_after_a_refusal_and_else_at_its_time(refused: str, mo
 
 
 def test_a_refusal_after_the_hub_has_answered_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect_deadline, "REFUSED_SECONDS", 0.0)
+    monkeypatch.setattr(hub_session, "REFUSED_SECONDS", 0.0)
 
     async def main() -> None:
         async with limited(session("broken", PeerState.WELCOMED), 600.0):

@@ -21,8 +21,8 @@ from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Heartbeat, Message, Publish, Snapshot
 from zmqtrain.session import downlink as downlink_module
 from zmqtrain.session.downlink import Downlink
+from zmqtrain.session.virtual import VirtualClockLoop
 from zmqtrain.transport.pacing import BURST_BYTES
-from zmqtrain.transport.virtual_clock import VirtualClockLoop
 
 A, B, C = PeerId("a#1"), PeerId("b#2"), PeerId("c#3")
 FRAME = bytes(MAX_FRAME_BYTES)

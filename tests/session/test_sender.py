@@ -10,9 +10,9 @@ import pytest
 
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
 from zmqtrain.session.hub_session import Sender
-from zmqtrain.transport.memory import LinkModel, memory_hub
+from zmqtrain.session.virtual import VirtualClockLoop
+from zmqtrain.transport.memory import LinkModel, MemoryHub
 from zmqtrain.transport.pacing import BURST_BYTES, Use
-from zmqtrain.transport.virtual_clock import VirtualClockLoop
 
 A = PeerId("a#1")
 LINK = LinkModel(bits_per_second=1e9)
@@ -29,7 +29,7 @@ class Node:
     """A node's sender on a link of 1 Gb/s, and when what it has sent arrives: (seconds, lane, bytes)."""
 
     def __init__(self, rate: float | None) -> None:
-        self.hub = memory_hub(LINK)
+        self.hub = MemoryHub(LINK)
         self.sender = Sender(rate)
         self.arrived: list[tuple[float, Lane, int]] = []
 
@@ -99,7 +99,7 @@ def test_control_goes_at_once_while_chunks_wait_for_the_share() -> None:
 
 def test_who_waits_until_all_is_said_waits_for_what_waits_for_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        hub = memory_hub(queue_messages=1)
+        hub = MemoryHub(queue_messages=1)
         sender, channel, last = Sender(), hub.connect(A), asyncio.Event()
         send = channel.send
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,9 +166,9 @@ def test_a_run_ends_when_its_threads_have(clock):
 
 
 def test_an_executor_does_its_jobs_in_order_each_at_the_end_of_its_time(clock):
-    process, done, failed = VirtualEnvironment(clock, {}), [], []
+    process, done, failed = VirtualEnvironment(clock), [], []
     process.codec_seconds = lambda values: 0.1 * values
-    executor = process.executor("codec", 3, failed.append)
+    executor = process.executor("codec", 3, SimpleNamespace(on_job_failed=failed.append))
 
     def note(name):
         done.append((name, clock.now))
@@ -180,7 +181,7 @@ def test_an_executor_does_its_jobs_in_order_each_at_the_end_of_its_time(clock):
 
 
 def test_a_network_thread_is_a_task_and_a_thread_waits_for_its_event_and_its_end(clock):
-    process, seen = VirtualEnvironment(clock, {}), []
+    process, seen = VirtualEnvironment(clock), []
 
     async def main():
         await asyncio.sleep(2.0)

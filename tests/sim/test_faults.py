@@ -12,8 +12,9 @@ from zmqtrain.chaos.schedule import Fault, draw_schedule
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.monitor.ledger import audit, lives_of, releases_of
 from zmqtrain.sim import SimNode, simulate
-from zmqtrain.sim.faults import SIM_KINDS, Fate, FrameNoise, pauses_and_cuts
 from zmqtrain.sim.reading import scenario_from_tables
+from zmqtrain.sim.scenario import SIM_KINDS, FrameNoise, pauses_and_cuts
+from zmqtrain.transport.memory import Fate
 
 QUICK = {"heartbeat_seconds": 0.2, "lost_seconds": 0.6, "codec": "int8:block=8", "broadcast_codec": "int8:block=8"}
 

@@ -11,8 +11,8 @@ import pytest
 
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
-from zmqtrain.transport.memory import LinkModel, memory_hub
-from zmqtrain.transport.virtual_clock import VirtualClockLoop
+from zmqtrain.session.virtual import VirtualClockLoop
+from zmqtrain.transport.memory import LinkModel, MemoryHub
 
 T = TypeVar("T")
 A, B = PeerId("a#1"), PeerId("b#2")
@@ -30,7 +30,7 @@ def now() -> float:
 
 def test_messages_pass_both_ways_in_order_and_say_who_and_which_lane() -> None:
     async def main() -> None:
-        hub = memory_hub()
+        hub = MemoryHub()
         node = hub.connect(A)
         for index in range(3):
             await node.send(Lane.BULK, [b"%d" % index, b"payload"])
@@ -43,7 +43,7 @@ def test_messages_pass_both_ways_in_order_and_say_who_and_which_lane() -> None:
 
 def test_a_node_receives_control_before_bulk_that_came_earlier() -> None:
     async def main() -> None:
-        hub = memory_hub()
+        hub = MemoryHub()
         node = hub.connect(A)
         hub.send(A, Lane.BULK, [b"bulk"])
         hub.send(A, Lane.CONTROL, [b"control"])
@@ -54,7 +54,7 @@ def test_a_node_receives_control_before_bulk_that_came_earlier() -> None:
 
 def test_small_frames_arrive_as_copies_and_large_ones_as_read_only_views() -> None:
     async def main() -> None:
-        hub = memory_hub()
+        hub = MemoryHub()
         node = hub.connect(A)
         small, large = bytearray(b"small"), bytearray(1 << 20)
         await node.send(Lane.BULK, [small, large])
@@ -68,7 +68,7 @@ def test_small_frames_arrive_as_copies_and_large_ones_as_read_only_views() -> No
 
 def test_a_full_lane_makes_the_node_wait_and_tells_the_hub() -> None:
     async def main() -> None:
-        hub = memory_hub(queue_messages=2)
+        hub = MemoryHub(queue_messages=2)
         node = hub.connect(A)
         for _ in range(2):
             await node.send(Lane.BULK, [b"x"])
@@ -89,7 +89,7 @@ def test_a_full_lane_makes_the_node_wait_and_tells_the_hub() -> None:
 
 def test_a_message_takes_its_bytes_at_the_ports_rate_and_the_latency() -> None:
     async def main() -> None:
-        hub = memory_hub(LINK)
+        hub = MemoryHub(LINK)
         node = hub.connect(A)
         for _ in range(2):
             await node.send(Lane.BULK, [bytes(500_000)])
@@ -106,7 +106,7 @@ def test_a_message_takes_its_bytes_at_the_ports_rate_and_the_latency() -> None:
 
 def test_two_nodes_share_the_hubs_port_and_control_waits_for_no_bulk() -> None:
     async def main() -> None:
-        hub = memory_hub(LINK)
+        hub = MemoryHub(LINK)
         nodes = [hub.connect(peer) for peer in (A, B)]
         for node in nodes:
             await node.send(Lane.BULK, [bytes(1_000_000)])
@@ -123,7 +123,7 @@ def test_two_nodes_share_the_hubs_port_and_control_waits_for_no_bulk() -> None:
 
 def test_a_cut_loses_what_is_queued_and_the_hub_is_told() -> None:
     async def main() -> None:
-        hub = memory_hub(LINK)
+        hub = MemoryHub(LINK)
         node, other = hub.connect(A), hub.connect(B)
         await node.send(Lane.BULK, [bytes(500_000)])
         hub.send(A, Lane.CONTROL, [b"lost"])
@@ -147,7 +147,7 @@ def test_a_cut_loses_what_is_queued_and_the_hub_is_told() -> None:
 
 def test_reconnecting_loses_what_is_queued_both_ways_and_a_send_that_waits() -> None:
     async def main() -> None:
-        hub = memory_hub(queue_messages=1)
+        hub = MemoryHub(queue_messages=1)
         node = hub.connect(A)
         await node.send(Lane.BULK, [b"lost"])
         hub.send(A, Lane.BULK, [b"lost"])
@@ -164,7 +164,7 @@ def test_reconnecting_loses_what_is_queued_both_ways_and_a_send_that_waits() -> 
 
 def test_a_second_node_of_the_same_name_takes_the_connection_over() -> None:
     async def main() -> None:
-        hub = memory_hub()
+        hub = MemoryHub()
         first, second = hub.connect(A), hub.connect(A)
         await first.send(Lane.CONTROL, [b"nobody hears this"])
         await second.send(Lane.CONTROL, [b"second"])
@@ -179,7 +179,7 @@ def test_a_second_node_of_the_same_name_takes_the_connection_over() -> None:
 
 def test_a_cancelled_receive_loses_no_message() -> None:
     async def main() -> None:
-        hub = memory_hub()
+        hub = MemoryHub()
         node = hub.connect(A)
         for receive in (hub.receive, node.receive):
             task: asyncio.Task[Any] = asyncio.create_task(receive())
@@ -197,7 +197,7 @@ def test_a_cancelled_receive_loses_no_message() -> None:
 
 def test_closing_wakes_every_waiter_and_the_hub_is_told_that_the_node_went() -> None:
     async def main() -> None:
-        hub = memory_hub(queue_messages=1)
+        hub = MemoryHub(queue_messages=1)
         node = hub.connect(A)
         await node.send(Lane.BULK, [b"x"])
         calls = node.receive(), node.changed(), node.send(Lane.BULK, [b"y"])
@@ -228,7 +228,7 @@ def test_closing_wakes_every_waiter_and_the_hub_is_told_that_the_node_went() -> 
 
 def test_closing_lingers_for_what_is_on_its_way_and_no_longer_than_it_may() -> None:
     async def main() -> None:
-        hub = memory_hub(LINK)
+        hub = MemoryHub(LINK)
         patient, hurried = hub.connect(A), hub.connect(B)
         await patient.send(Lane.BULK, [bytes(500_000)])
         await patient.close(linger_seconds=5.0)
@@ -255,7 +255,7 @@ def test_closing_lingers_for_what_is_on_its_way_and_no_longer_than_it_may() -> N
 )
 def test_what_no_channel_carries_is_refused_at_the_sender(frames: list[Buffer]) -> None:
     async def main() -> None:
-        hub = memory_hub()
+        hub = MemoryHub()
         node = hub.connect(A)
         with pytest.raises(LocalProtocolError):
             await node.send(Lane.BULK, frames)
@@ -268,7 +268,7 @@ def test_what_no_channel_carries_is_refused_at_the_sender(frames: list[Buffer]) 
 @pytest.mark.parametrize("name", ["", "a\nb", "é" * 101, "x" * 201])
 def test_a_name_that_the_real_hub_would_ignore_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
-        memory_hub().connect(PeerId(name))
+        MemoryHub().connect(PeerId(name))
 
 
 def test_a_link_or_a_queue_of_nothing_is_refused() -> None:
@@ -277,12 +277,12 @@ def test_a_link_or_a_queue_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError):
         LinkModel(1, -1)
     with pytest.raises(ConfigError):
-        memory_hub(queue_messages=0)
+        MemoryHub(queue_messages=0)
 
 
 def test_a_flood_leaves_the_other_tasks_their_turn() -> None:
     async def main() -> None:
-        hub = memory_hub(queue_messages=200)
+        hub = MemoryHub(queue_messages=200)
         node = hub.connect(A)
         turns = 0
 
@@ -308,7 +308,7 @@ def test_a_virtual_loop_says_that_it_would_hang() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.Event().wait(), 3600)
         assert now() == pytest.approx(3600)
-        await memory_hub().receive()
+        await MemoryHub().receive()
 
     with pytest.raises(RuntimeError, match="hang"):
         loop = VirtualClockLoop()
@@ -324,7 +324,7 @@ def test_a_virtual_loop_says_that_it_would_hang() -> None:
 
 def test_of_a_peer_that_is_dismissed_nothing_is_received_that_had_come_and_it_may_speak_again() -> None:
     async def main() -> None:
-        hub = memory_hub(queue_messages=2)
+        hub = MemoryHub(queue_messages=2)
         bad, good = hub.connect(A), hub.connect(B)
         for _ in range(2):
             await bad.send(Lane.CONTROL, [b"flood"])
@@ -341,7 +341,7 @@ def test_of_a_peer_that_is_dismissed_nothing_is_received_that_had_come_and_it_ma
 
 def test_heads_that_are_free_take_the_latency_and_payloads_the_slower_of_both_ports() -> None:
     async def main() -> None:
-        hub = memory_hub(LINK, hub_link=LinkModel(bits_per_second=16e6), free_heads=True)
+        hub = MemoryHub(LINK, hub_link=LinkModel(bits_per_second=16e6), free_heads=True)
         node = hub.connect(A)
         hub.send(A, Lane.CONTROL, [bytes(500_000)])
         hub.send(A, Lane.BULK, [bytes(1000), bytes(1_000_000)])
@@ -356,7 +356,7 @@ def test_heads_that_are_free_take_the_latency_and_payloads_the_slower_of_both_po
 
 def test_what_is_sent_while_a_peer_is_paused_arrives_in_order_when_it_is_resumed() -> None:
     async def main() -> None:
-        hub = memory_hub(LINK)
+        hub = MemoryHub(LINK)
         node = hub.connect(A)
         hub.send(A, Lane.BULK, [b"in flight"])
         await asyncio.sleep(0.1)
@@ -387,7 +387,7 @@ def fate(*delays: float, breaks: bool = False, flipped: bool = False) -> SimpleN
 
 def test_noise_delays_doubles_flips_and_breaks() -> None:
     async def main() -> None:
-        hub = memory_hub()
+        hub = MemoryHub()
         node = hub.connect(A)
         told: list[float] = []
         node.watch(lambda: told.append(now()))

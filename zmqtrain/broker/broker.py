@@ -32,6 +32,7 @@ from zmqtrain.core.errors import ChannelClosed, ConfigError, FramingError, Remot
 from zmqtrain.core.interfaces import HubChannel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Lane, PeerId
+from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.parameter_server.parameters import ParameterKeeper, Parameters
 from zmqtrain.planning.plans import LoadPlanner
 from zmqtrain.planning.rules import canonical
@@ -63,9 +64,7 @@ from zmqtrain.protocol.messages import (
     Roster,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.session.codec_executor import CodecExecutor
-from zmqtrain.session.environment import clock
-from zmqtrain.session.events import BrokerEvents
+from zmqtrain.session.environment import CodecExecutor, clock
 from zmqtrain.strategies.weights import Laggards, preemption_from_spec
 from zmqtrain.transport.pacing import LinkShare
 
@@ -255,7 +254,7 @@ class BrokerOptions:
     own_folder: bool = False
     run: str = ""
     watch: Callable[[Roster], None] | None = None
-    events: BrokerEvents | None = None
+    events: BrokerRecorder | None = None
     share: LinkShare | None = None
     registration: Registration | None = None
     takeover: TakeoverState | None = None

@@ -16,6 +16,7 @@ from zmqtrain.averaging.snapshot import OPTIMIZER_STATE_MODELS
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.interfaces import Channel, HubChannel
 from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
+from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.planning.plans import ASSUMED_BITS, typical_rate
 from zmqtrain.planning.schedule import payload_rate
 from zmqtrain.protocol.effects import HubEffect, Reduce
@@ -24,10 +25,8 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.messages import Message, Quarantine, Refused, Report, Schedule, printable
 from zmqtrain.protocol.standby import TAKES_OVER
-from zmqtrain.session.codec_executor import CodecExecutor, EffectQueue
 from zmqtrain.session.downlink import Downlink
-from zmqtrain.session.environment import clock
-from zmqtrain.session.events import BrokerEvents
+from zmqtrain.session.environment import CodecExecutor, EffectQueue, clock
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 from zmqtrain.transport.pacing import LinkShare
 
@@ -90,11 +89,11 @@ class BrokerCore:
     """
 
     def __init__(
-        self, channel: HubChannel, hub: Hub, aggregator: Aggregator, access: BrokerAccess, events: BrokerEvents | None
+        self, channel: HubChannel, hub: Hub, aggregator: Aggregator, access: BrokerAccess, events: BrokerRecorder | None
     ) -> None:
         self.channel, self.hub, self.aggregator, self.access = channel, hub, aggregator, access
         nobody: Any = NoEvents()
-        self.events: BrokerEvents = events or nobody
+        self.events: BrokerRecorder = events or nobody
         self.stop = asyncio.Event()
         self.codec = CodecExecutor("zmqtrain-aggregate", self.stop)
         self.log = BrokerLog(hub, self.events)
@@ -206,7 +205,7 @@ LOGGED_CHARACTERS = 500
 
 
 class NoEvents:
-    """Drops every event of `BrokerEvents`."""
+    """Drops every event of `BrokerRecorder`."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *facts: None
@@ -218,7 +217,7 @@ class BrokerLog:
     Lines that peers cause are rate-limited, and their text is bounded.
     """
 
-    def __init__(self, hub: Hub, events: BrokerEvents) -> None:
+    def __init__(self, hub: Hub, events: BrokerRecorder) -> None:
         self._hub, self._events = hub, events
         self._log = RateLimitedLogger(logger)
         self._called: dict[PeerId, str] = {}  # names of the peers that were logged last

@@ -32,7 +32,7 @@ from zmqtrain.protocol.effects import (
     TakeBack,
 )
 from zmqtrain.protocol.messages import Announcement, Publish, Snapshot
-from zmqtrain.session.codec_executor import spawn
+from zmqtrain.session.environment import spawn
 from zmqtrain.strategies.norms import Judgement
 
 Frames = Sequence[Buffer]

@@ -24,10 +24,10 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId
+from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.planning.rules import canonical
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.environment import clock
-from zmqtrain.session.events import BrokerEvents
 from zmqtrain.transport.address import public_address
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.key_folder import HUB, KeyFolder, Stamp
@@ -144,7 +144,7 @@ class ServeOptions(TypedDict, total=False):
     checkpoint_keep: int
     run: str
     watch: Callable[[Roster], None] | None
-    events: BrokerEvents | None
+    events: BrokerRecorder | None
     share: LinkShare | None
     place: ShardPlace | None
     beginning: Beginning | None

@@ -13,7 +13,7 @@ from zmqtrain.broker.standby import StandbyService
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.types import Buffer, PeerId, Version
 from zmqtrain.protocol.effects import Reduce, Serve
-from zmqtrain.session.codec_executor import CodecExecutor, spawn
+from zmqtrain.session.environment import CodecExecutor, spawn
 
 MOST_KEPT = 2
 KEPT_SECONDS = 60.0

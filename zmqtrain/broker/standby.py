@@ -47,10 +47,8 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, PrimaryLease, TakeoverPolicy
-from zmqtrain.session.codec_executor import Suspension, spawn
-from zmqtrain.session.connect_deadline import ConnectDeadline
-from zmqtrain.session.environment import clock, environment
-from zmqtrain.session.hub_session import HubSession, NullListener
+from zmqtrain.session.environment import Suspension, clock, environment, spawn
+from zmqtrain.session.hub_session import ConnectDeadline, HubSession, NullListener
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 from zmqtrain.transport.address import say_unreachable
 
@@ -357,7 +355,7 @@ class Standby(_FirstSession):
         self._aggregator: Aggregator | None = None
         self._log = RateLimitedLogger(logger)
         self._said, self._said_at = "", 0.0
-        self._worker = environment().executor("zmqtrain-replica", MOST_RELEASES, self._broken)
+        self._worker = environment().executor("zmqtrain-replica", MOST_RELEASES, self)
 
     # ------------------------------------------------------------------ living
 
@@ -493,7 +491,7 @@ class Standby(_FirstSession):
 
     # ------------------------------------------------------------------ the thread that applies
 
-    def _broken(self, error: BaseException) -> None:
+    def on_job_failed(self, error: BaseException) -> None:
         if not isinstance(error, ZmqTrainError):
             logger.error("what the first broker sent cannot be applied", exc_info=error)
             error = ZmqTrainError(f"what the first broker sent cannot be applied: {error!r}")

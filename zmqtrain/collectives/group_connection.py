@@ -37,8 +37,7 @@ from zmqtrain.protocol.messages import (
     Welcome,
 )
 from zmqtrain.protocol.peer import PeerState
-from zmqtrain.session.connect_deadline import limited
-from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer
+from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer, limited
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.pacing import Gate
 

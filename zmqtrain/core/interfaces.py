@@ -77,11 +77,18 @@ class Executor(Protocol):
         """Let it finish its jobs, and wait for its end; return whether it has ended."""
 
 
+class JobOwner(Protocol):
+    """Owner of the jobs of an `Executor`."""
+
+    def on_job_failed(self, error: BaseException) -> None:
+        """A job has raised this; called by the executor, which goes on."""
+
+
 class LoopThread(Protocol):
     """A thread that runs an event loop; in virtual time a task."""
 
-    def join(self, timeout_seconds: float) -> None:
-        """Wait for its end; not in the thread itself."""
+    def join(self, timeout: float, /) -> None:
+        """Wait for its end, at most so many seconds; not in the thread itself."""
 
 
 class Dialer(Protocol):
@@ -91,8 +98,8 @@ class Dialer(Protocol):
         """Connect to the hub at an address, in the running loop; it does not wait for the hub."""
 
 
-class Environment(Dialer, Protocol):
-    """Where a process gets its time, its threads and its wires: real ones, or those of a run in virtual time."""
+class Environment(Protocol):
+    """Where a process gets its time and its threads: real ones, or those of a run in virtual time."""
 
     @property
     def clock(self) -> Clock:
@@ -109,8 +116,8 @@ class Environment(Dialer, Protocol):
     def cpu_seconds(self) -> float:
         """Return the CPU seconds that the running thread has taken."""
 
-    def executor(self, name: str, capacity: int, failed: Callable[[BaseException], None]) -> Executor:
-        """Start an executor that holds so many jobs; failed: called by it with the exception of a job."""
+    def executor(self, name: str, capacity: int, owner: JobOwner) -> Executor:
+        """Start an executor that holds so many jobs; owner: told of those that raise."""
 
     def event(self) -> threading.Event:
         """Return an event for threads to wait on."""
@@ -120,9 +127,6 @@ class Environment(Dialer, Protocol):
 
     def start(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> LoopThread:
         """Run a coroutine in a thread with an event loop of its own."""
-
-    def listen(self, address: str) -> HubChannel:
-        """Open the channel of a hub at an address, in the running loop."""
 
 
 class Exchange(Protocol):

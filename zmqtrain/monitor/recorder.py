@@ -35,20 +35,23 @@ HELD_BYTES = 16 << 20
 class Recorder:
     """A file of records; any thread may write.
 
-    facts: what else its first record holds, as {"zmqtrain": "0.2.0"}.  clock: the run's own.
-    Raises ConfigError if the file cannot be written.
+    path: None to write no file.  facts: what else its first record holds, as {"zmqtrain": "0.2.0"}.  clock: the run's
+    own. Raises ConfigError if the file cannot be written.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any] | None = None, clock: Clock = time) -> None:
+    def __init__(self, path: Path | None, facts: Mapping[str, Any] | None = None, clock: Clock = time) -> None:
         self.path, self.facts, self._clock = path, dict(facts or {}), clock
         self._began = clock.monotonic()
         self._lock = threading.RLock()
         self._held = bytearray()  # written, and not yet in the file
+        self._file: FileIO | None = None
+        if path is None:
+            return
         try:
             if path.exists() and path.stat().st_size:
                 last = max((number for number, _ in set_aside(path)), default=0)
                 path.rename(path.with_name(f"{path.name}.{last + 1}"))
-            self._file: FileIO | None = FileIO(path, "w")
+            self._file = FileIO(path, "w")
         except OSError as error:
             raise ConfigError(f"cannot write {path} (--record): {error.strerror}") from error
 
@@ -102,7 +105,16 @@ class Recorder:
 
 
 class BrokerRecorder(Recorder):
-    """The record of a broker: a `BrokerEvents`."""
+    """The record of a broker; releases come in the order of their versions, from the codec thread.
+
+    began: version: at which the run was resumed, -1 for a new one.  member: what: "joined", "left", "again" (it
+    connected again), "lost", "quarantined", "acquitted" (the norm gate was wrong) or "taken back" (its contributions,
+    because it diverges); text: why.  averaged: the run will begin with the mean of these nodes' parameters, in this
+    order, unless they find it worse than their own; another mean, if any, is another event.  scheduled: text: why.
+    released: nodes: live ones; frames: of its fragments, as sent to every node; left_out: the contributions that the
+    norm gate left out of the sum.  evaluated: samples: of all nodes, in the model.  ended: leaves: of the published
+    shared model, [] if no node founded the run.
+    """
 
     _averaged: Sequence[PeerId] = ()
 
@@ -142,7 +154,14 @@ class BrokerRecorder(Recorder):
 
 
 class NodeRecorder(Recorder):
-    """The record of a node: a `NodeEvents`. Who trains says with `ended` what it came to."""
+    """The record of a node, in the order of its training thread; `encoded` and `withdrawn` come from its codec thread,
+    in that one's order. Its training loop says with `ended` what it came to.
+
+    joining: founded: whether the node knows that the run has parameters; version: of the checkpoint that it resumes
+    from, -1 for none.  withdrawn: an offer was rejected: from here on it does not count as in flight.  scheduled: the
+    node has applied the version from which these hold.  paced: the node has planned its local steps by these paces, in
+    samples per second.  stepped: samples: of all steps; loss: of this one, perhaps a device scalar that is not ready.
+    """
 
     def __init__(self, path: Path, facts: Mapping[str, Any] | None = None, clock: Clock = time) -> None:
         super().__init__(path, facts, clock)

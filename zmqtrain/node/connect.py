@@ -17,6 +17,7 @@ from zmqtrain.core.interfaces import Dialer
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.specs import require_kind
 from zmqtrain.core.types import Version
+from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.checkpoint import CheckpointOptions, read_saved
 from zmqtrain.node.node import Node, NodeOptions, open_node
 from zmqtrain.node.offers import CodecOn
@@ -24,7 +25,6 @@ from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.plans import link_share
 from zmqtrain.protocol.messages import Promote, Stop
 from zmqtrain.session.environment import RealEnvironment
-from zmqtrain.session.events import NodeEvents
 from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.key_folder import Access, default_key_folder, find_access, find_hub_pair
 from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
@@ -45,7 +45,7 @@ def connect(
     observer: bool = False,
     timeout_seconds: float = 10.0,
     codec_on: CodecOn = "auto",
-    events: NodeEvents | None = None,
+    events: NodeRecorder | None = None,
     link: str = "",
     share: float = 1.0,
     exchange: str = "",

@@ -7,6 +7,7 @@ and loses nothing. So does a node that received a corrupted aggregate: it drops 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.session.environment import clock
 from zmqtrain.session.hub_session import MOST_SPOILED
-from zmqtrain.session.mailbox import Mailbox
 
 DECODED, MOST_DECODED = 2, 16
 """How many updates wait decoded for the training thread, and how many if all of them are small."""
@@ -44,8 +44,8 @@ class Inbox:
         self._arrived: deque[tuple[Deliver | None, Sequence[Buffer]]] = deque()  # None: begin again from the anchor
         self._version: Version = 0  # of the last update decoded
         self._landed_unseen: list[int] = []
-        self._updates: Mailbox[Update] = Mailbox(MOST_DECODED)
-        self._withdrawn: Mailbox[int] = Mailbox(WITHDRAWN_KEPT)
+        self._updates: deque[Update] = deque()  # between threads, as is the next
+        self._withdrawn: deque[int] = deque()
         self.decode_seconds = 0.0
         """CPU so far."""
 
@@ -59,20 +59,25 @@ class Inbox:
 
     def peek(self) -> Update | None:
         """Return the next decoded update without taking it, or None."""
-        return self._updates.peek()
+        with contextlib.suppress(IndexError):
+            return self._updates[0]
+        return None
 
     def take(self) -> Update | None:
         """Take the next decoded update, or None; `decode` must run after it."""
-        return self._updates.get_nowait()
+        with contextlib.suppress(IndexError):
+            return self._updates.popleft()
+        return None
 
     def withdraw(self, sequence: int) -> None:
         """Tell the training thread that an offer will not be applied; from any thread."""
-        self._withdrawn.put_nowait(sequence)
+        if len(self._withdrawn) < WITHDRAWN_KEPT:
+            self._withdrawn.append(sequence)
 
     def take_withdrawn(self) -> Iterator[int]:
         """Give the offers that will not be applied, each once (training thread)."""
-        while (sequence := self._withdrawn.get_nowait()) is not None:
-            yield sequence
+        while self._withdrawn:
+            yield self._withdrawn.popleft()
 
     def arrive(self, coder: DeltaCoder, deliver: Deliver, frames: Sequence[Buffer]) -> CodecError | None:
         """Take in one delivery and decode as far as there is room."""
@@ -106,7 +111,7 @@ class Inbox:
         self._landed_unseen += deliver.landed
 
     def decode(self, coder: DeltaCoder) -> CodecError | None:
-        """Decode what has arrived, as far as the training thread's mailbox has room."""
+        """Decode what has arrived, as far as the training thread's queue has room."""
         spoiled = None
         while self._arrived and self._has_room():
             deliver, frames = self._arrived.popleft()
@@ -130,7 +135,7 @@ class Inbox:
                 update = replace(update, warm=deliver.warm)
             self.decode_seconds += clock.thread_time() - began
             self._version = update.version
-            self._updates.put_nowait(update)
+            self._updates.append(update)
         return spoiled
 
     def _drop_spoiled(self, deliver: Deliver, error: CodecError) -> None:
@@ -147,7 +152,7 @@ class Inbox:
         self._lacks_snapshot = True
 
     def _has_room(self) -> bool:
-        waiting = self._updates.peek()
+        waiting = self.peek()
         if waiting is None:
             return True
         size = _decoded_bytes(waiting)

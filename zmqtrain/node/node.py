@@ -45,6 +45,7 @@ from zmqtrain.core.types import (
     Update,
     Version,
 )
+from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint, SavedNode
 from zmqtrain.node.inbox import Inbox
 from zmqtrain.node.offers import CodecOn, NodeCodec, Offers, Restarts, codec_failure
@@ -64,10 +65,8 @@ from zmqtrain.protocol.messages import (
     WorkUnit,
 )
 from zmqtrain.protocol.peer import Peer, PeerRole, PeerState
-from zmqtrain.session.connect_deadline import REFUSED_SECONDS
 from zmqtrain.session.environment import environment
-from zmqtrain.session.events import NodeEvents
-from zmqtrain.session.hub_session import HubSession, NullListener, Solitude
+from zmqtrain.session.hub_session import REFUSED_SECONDS, HubSession, NullListener, Solitude
 from zmqtrain.transport.address import say_addresses, say_unreachable
 from zmqtrain.transport.pacing import LinkShare
 
@@ -96,7 +95,7 @@ class NodeOptions:
     addresses: Sequence[str] = ()
     observer: bool = False
     codec_on: CodecOn = "auto"
-    events: NodeEvents | None = None
+    events: NodeRecorder | None = None
     share: LinkShare = field(default_factory=LinkShare)
     exchange: str = ""
     incarnation: int = 0
@@ -129,7 +128,7 @@ class Node(NullListener):
         self.restarts, self.offers, self.inbox = Restarts(), Offers(), Inbox()
         self.codec = NodeCodec(self, self.offers, self.inbox, self.restarts, options.codec_on, self._events)
         self._values: list[int] = []  # by fragment
-        self._executor = here.executor("zmqtrain-codec", 256, self.on_codec_failed)
+        self._executor = here.executor("zmqtrain-codec", 256, self)
         self.link = HubSession(dialer, self.peer, options.addresses[0], self, share)
         self.checkpoint: NodeCheckpoint | None = None
         """See Keeps."""
@@ -758,7 +757,7 @@ class Node(NullListener):
             self.link.call(lambda: self.link.carry_out(self.peer.resync()))
         self.notify()
 
-    def on_codec_failed(self, error: BaseException) -> None:
+    def on_job_failed(self, error: BaseException) -> None:
         """A job of the codec thread has failed with this error."""
         self.on_failed(codec_failure(self.name, error))
 

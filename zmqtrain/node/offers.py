@@ -20,10 +20,10 @@ from zmqtrain.averaging.snapshot import digest_of, encode_optimizer_state
 from zmqtrain.core.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, Buffer, Counts, Offer, Update, Version
+from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.inbox import Inbox
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.session.environment import clock
-from zmqtrain.session.events import NodeEvents
 
 if TYPE_CHECKING:
     from zmqtrain.codecs.payload_jax import DeviceCoder
@@ -209,7 +209,7 @@ class NodeCodec:
         inbox: Inbox,
         restarts: Restarts,
         codec_on: CodecOn = "host",
-        events: NodeEvents | None = None,
+        events: NodeRecorder | None = None,
     ) -> None:
         self.coder: DeltaCoder | None = None
         """Of the model with which the node joins; None before that."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from zmqtrain.core.types import LOCAL_UNITS, PeerId, first_local_unit
+from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.protocol.messages import WorkRequest, WorkUnit
-from zmqtrain.session.events import NodeEvents
 
 Batch = TypeVar("Batch", covariant=True)
 
@@ -54,7 +54,7 @@ class UnitQueue:
     """The data units of one node. changed: the condition on which the training thread waits."""
 
     def __init__(
-        self, peer: PeerId, node: UnitNode, changed: threading.Condition, events: NodeEvents | None = None
+        self, peer: PeerId, node: UnitNode, changed: threading.Condition, events: NodeRecorder | None = None
     ) -> None:
         self._node, self._changed, self._events = node, changed, events
         self._next_local = first_local_unit(peer)

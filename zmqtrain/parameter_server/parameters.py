@@ -50,9 +50,8 @@ from zmqtrain.parameter_server.machine import (
 from zmqtrain.parameter_server.store import Store, optimizer_from_spec
 from zmqtrain.protocol import messages
 from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
-from zmqtrain.session.codec_executor import CodecExecutor, EffectQueue
 from zmqtrain.session.downlink import Downlink
-from zmqtrain.session.environment import clock
+from zmqtrain.session.environment import CodecExecutor, EffectQueue, clock
 
 logger = logging.getLogger(__name__)
 

@@ -49,9 +49,8 @@ from zmqtrain.protocol.messages import (
     Values,
     Welcome,
 )
-from zmqtrain.session.connect_deadline import limited
 from zmqtrain.session.environment import RealEnvironment
-from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer
+from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer, limited
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.key_folder import Access
 from zmqtrain.transport.zmq_keys import Credentials

@@ -31,7 +31,7 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import LeafSpec, ModelSpec
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Message, Publish
-from zmqtrain.session.mailbox import NICENESS
+from zmqtrain.session.environment import NICENESS
 
 CODECS = (
     "int8",

@@ -21,6 +21,8 @@ from zmqtrain.protocol.messages import MESSAGES, Announcement, Chunk, Message
 PROTOCOL_VERSION = 5
 MAX_HEAD_BYTES = 1 << 20
 
+SHORT_BYTES = 256
+"""Nearly all heads are as short."""
 OPENED_BYTES = 64
 """What precedes the fields of a head fits in this many bytes."""
 
@@ -62,6 +64,7 @@ def _as_plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} does not travel in a message")
 
 
+_SHORT = msgspec.msgpack.Decoder(tuple[int, int, int, str, msgspec.Raw])
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_plain)
 
 
@@ -83,6 +86,8 @@ def decode_head(frame: Buffer) -> tuple[Stamp, Message]:
 
 def open_head(frame: Buffer) -> Head:
     """Read of a head its stamp and its kind, at the same cost however large it is. Raises as `decode_head` does."""
+    if len(frame) <= SHORT_BYTES and (head := _open_short(frame)) is not None:
+        return head
     if len(frame) > MAX_HEAD_BYTES:
         raise FramingError(f"a head of {len(frame)} bytes; at most {MAX_HEAD_BYTES} are read")
     beginning = msgpack.Unpacker(use_list=False, strict_map_key=True, max_buffer_size=OPENED_BYTES)
@@ -103,6 +108,18 @@ def open_head(frame: Buffer) -> Head:
     if type(name) is not str or name not in _KINDS:
         raise FramingError(f"unknown message {name!r}" if type(name) is str else "a message without a name")
     return Head(Stamp(incarnation, number), _KINDS[name], memoryview(frame)[beginning.tell() :])
+
+
+def _open_short(frame: Buffer) -> Head | None:
+    """Read a short head whole, in a third of the time; None for one that `open_head` refuses."""
+    try:
+        version, incarnation, number, name, fields = _SHORT.decode(frame)
+    except Exception:  # DecodeError and RecursionError among them
+        return None
+    stamped = 0 <= incarnation < MAX_INCARNATION and 0 <= number < MAX_INCARNATION
+    if version != PROTOCOL_VERSION or name not in _KINDS or not stamped:
+        return None
+    return Head(Stamp(incarnation, number), _KINDS[name], memoryview(fields))
 
 
 def read_fields(head: Head) -> Message:

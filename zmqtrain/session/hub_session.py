@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from math import inf
 from typing import ClassVar, NamedTuple
 
@@ -45,8 +45,7 @@ from zmqtrain.protocol.messages import (
     WorkUnit,
 )
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.session.codec_executor import EffectQueue
-from zmqtrain.session.environment import clock, environment
+from zmqtrain.session.environment import EffectQueue, clock, environment
 from zmqtrain.transport.address import say_addresses
 from zmqtrain.transport.pacing import Gate, LinkShare, Reservation, TokenBucket, Use
 
@@ -417,7 +416,8 @@ class HubSession:
         """Say goodbye and end the thread."""
         self.call(lambda: self.leave(reason))
         if self._thread is not None:
-            self._thread.join(10.0)
+            with contextlib.suppress(RuntimeError):  # this is that very thread
+                self._thread.join(10.0)
 
     @property
     def live(self) -> bool:
@@ -777,3 +777,50 @@ class HubSession:
             self.trouble, self._obstacle_said = ("", ""), ""
         logger.debug("%s: %s -> %s", self.peer.name, before.value, self.peer.state.value)
         self.listener.on_changed()
+
+
+# ---------------------------------------------------------------------- the first answer
+
+REFUSED_SECONDS = 3.0
+"""A hub that refuses this program's keys does so again unless somebody authorises them meanwhile: a refused program
+tries again for so long, and then says so."""
+LOOK_SECONDS = 0.05
+
+
+class ConnectDeadline:
+    """When a session stops waiting for the first answer of its hub: as configured; soon once it is refused.
+
+    now: monotonic seconds at the beginning.
+    """
+
+    def __init__(self, session: HubSession, seconds: float, now: float) -> None:
+        self.began, self.until = now, now + seconds
+        self._session, self._was_refused = session, False
+
+    def is_over(self, now: float) -> bool:
+        """Return whether it is time to give up."""
+        if not self._was_refused and self._session.refused:
+            self._was_refused = True
+            self.until = min(self.until, now + REFUSED_SECONDS)
+        return now >= self.until
+
+
+@contextlib.asynccontextmanager
+async def limited(session: HubSession, seconds: float) -> AsyncIterator[None]:
+    """Raise TimeoutError in the block after `seconds`, or soon after the hub has refused a session that no hub has
+    welcomed."""
+    deadline = ConnectDeadline(session, seconds, clock.monotonic())
+
+    async def watch() -> None:
+        while session.peer.state is PeerState.CONNECTING:
+            await asyncio.sleep(LOOK_SECONDS)
+            if deadline.is_over(clock.monotonic()):
+                limit.reschedule(asyncio.get_running_loop().time())
+                return
+
+    async with asyncio.timeout(seconds) as limit:
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()

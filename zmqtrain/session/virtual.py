@@ -1,5 +1,6 @@
 """Virtual time for whole processes: their loops are tasks of one virtual loop, their threads run one at a time.
 
+Time stands still while there is something to do, and then jumps to the next timer: minutes run in milliseconds.
 A thread runs until it sleeps, waits or ends; then the loop goes on.  So a run is a sequence: the same seeds give the
 same bits.  Executors do their jobs inline in the loop, at the end of the time that the job is given.
 """
@@ -8,20 +9,98 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextvars import copy_context
+from contextvars import Context, copy_context
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from zmqtrain.core.interfaces import Channel, Executor, HubChannel, LoopThread
-from zmqtrain.core.types import PeerId
+from zmqtrain.core.interfaces import Executor, JobOwner, LoopThread
 from zmqtrain.session.environment import enter
-from zmqtrain.transport.memory import MemoryHub
-from zmqtrain.transport.virtual_clock import NothingLeft, VirtualClockLoop
 
 LOOK_SECONDS = 0.5
+
+
+class NothingLeft(RuntimeError):
+    """Every task waits and no timer is set: a real loop would hang for ever."""
+
+
+class VirtualClockLoop(asyncio.BaseEventLoop):
+    """An event loop whose time starts at 0 and jumps to the next timer when nothing else is left to do.
+
+    `asyncio.Runner(loop_factory=VirtualClockLoop)` runs a coroutine under it.  It has no sockets.  What it is given for
+    an executor (`asyncio.to_thread`) is done at once and takes no virtual time.  Raises NothingLeft where a real loop
+    would hang for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._set = 0
+
+    def time(self) -> float:
+        """Return the virtual time in seconds."""
+        return self._now
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See AbstractEventLoop."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._set += 1
+        heapq.heappush(self._timers, (when, self._set, timer))
+        return timer
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See AbstractEventLoop: only one thread of a virtual run runs at a time."""
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(self, executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """See AbstractEventLoop: done at once."""
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def advance(self, seconds: float) -> bool:
+        """Let so much time pass, if nothing else would happen in it; return whether it has."""
+        when = self._now + seconds
+        if self._stopping or self._ready or (self._timers and self._timers[0][0] <= when):  # type: ignore[attr-defined]
+            return False
+        self._now = when
+        return True
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
+        if not ready:
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+            if not timers:
+                raise NothingLeft("every task waits, and no timer is set: this would hang for ever")
+            self._now = max(self._now, timers[0][0])
+            while timers and timers[0][0] <= self._now:
+                ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """See BaseEventLoop: a cancelled timer is dropped when its time comes."""
+
+    def _write_to_self(self) -> None:
+        """See BaseEventLoop: there is no selector to wake."""
+
+    def __del__(self) -> None:
+        """See BaseEventLoop: one that is not closed holds nothing."""
 
 
 class Ended(BaseException):
@@ -58,7 +137,6 @@ class VirtualTime:
         return self.loop.time()
 
     def monotonic(self) -> float:
-        """See Clock."""
         return self.loop.time()
 
     def call_at(self, when: float, what: Callable[[], object]) -> None:
@@ -74,7 +152,6 @@ class VirtualTime:
         return self._running
 
     def sleep(self, seconds: float, /) -> None:
-        """See Clock."""
         if not self.loop.advance(max(0.0, seconds)):
             self._wait(seconds)
 
@@ -269,29 +346,26 @@ class VirtualEvent(threading.Event):
         self._changed = VirtualCondition(clock)
 
     def set(self) -> None:
-        """See threading.Event."""
         super().set()
         self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """See threading.Event."""
         return bool(self._changed.wait_for(self.is_set, timeout))
 
 
 class VirtualExecutor:
     """An executor that does its jobs inline in the loop, each at the end of its time."""
 
-    def __init__(self, process: VirtualEnvironment, capacity: int, failed: Callable[[BaseException], None]) -> None:
-        self._process, self._capacity, self._failed = process, capacity, failed
+    def __init__(self, process: VirtualEnvironment, capacity: int, owner: JobOwner) -> None:
+        self.process, self._capacity, self._owner = process, capacity, owner
         self.seconds = 0.0
         self._jobs: deque[tuple[Callable[[], None], float]] = deque()
         self._free_at, self._closed = 0.0, False
 
     def submit(self, job: Callable[[], None], values: int = 0) -> bool:
-        """See Executor."""
         if self._closed or len(self._jobs) >= self._capacity:
             return False
-        clock, seconds = self._process.clock, self._process.codec_seconds(values) if values else 0.0
+        clock, seconds = self.process.clock, self.process.codec_seconds(values) if values else 0.0
         self._free_at = max(self._free_at, clock.now) + seconds
         self._jobs.append((job, seconds))
         clock.call_at(self._free_at, self._do_next)
@@ -305,7 +379,7 @@ class VirtualExecutor:
         try:
             job()
         except Exception as error:
-            self._failed(error)
+            self._owner.on_job_failed(error)
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """See Executor: what waits is done at once."""
@@ -315,64 +389,47 @@ class VirtualExecutor:
         return True
 
 
-class _VirtualLoopThread:
-    """A network thread in virtual time: a task of the run's loop."""
+@dataclass(frozen=True)
+class _LoopTask:
+    """A network thread in virtual time: a task of the run's loop. over: set once it has ended."""
 
-    def __init__(self, process: VirtualEnvironment, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._over = process.event()
-        self.task = process.clock.loop.create_task(main())
-        self.task.add_done_callback(lambda _: self._over.set())
+    over: threading.Event
 
-    def join(self, timeout_seconds: float) -> None:
-        """See LoopThread."""
-        self._over.wait(timeout_seconds)
+    def join(self, timeout: float, /) -> None:
+        self.over.wait(timeout)
 
 
 class VirtualEnvironment:
     """The environment of one process of a virtual run.
 
-    network: the hubs that can be dialled, by address; shared by the processes of a run.
     codec_seconds: the time of a job that encodes, decodes or adds so many values.
     """
 
     virtual = True
 
-    def __init__(self, clock: VirtualTime, network: dict[str, MemoryHub], tick_seconds: float = 0.05) -> None:
-        self.clock, self.network, self.tick_seconds = clock, network, tick_seconds
+    def __init__(self, clock: VirtualTime, tick_seconds: float = 0.05) -> None:
+        self.clock, self.tick_seconds = clock, tick_seconds
         self.codec_seconds: Callable[[int], float] = lambda values: 0.0
-        self.make_hub: Callable[[], MemoryHub] = lambda: MemoryHub(None, 1 << 20)
         self._tasks: list[asyncio.Task[None]] = []
 
     def cpu_seconds(self) -> float:
         """See Environment: work takes modelled time alone."""
         return 0.0
 
-    def executor(self, name: str, capacity: int, failed: Callable[[BaseException], None]) -> Executor:
-        """See Environment."""
-        return VirtualExecutor(self, capacity, failed)
+    def executor(self, name: str, capacity: int, owner: JobOwner) -> Executor:
+        return VirtualExecutor(self, capacity, owner)
 
     def event(self) -> threading.Event:
-        """See Environment."""
         return VirtualEvent(self.clock)
 
     def condition(self) -> threading.Condition:
-        """See Environment."""
         return VirtualCondition(self.clock)
 
     def start(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> LoopThread:
-        """See Environment."""
-        thread = _VirtualLoopThread(self, main)
-        self._tasks.append(thread.task)
-        return thread
-
-    def dial(self, address: str, peer: PeerId) -> Channel:
-        """See Environment."""
-        return self.network[address].connect(peer)
-
-    def listen(self, address: str) -> HubChannel:
-        """See Environment."""
-        self.network[address] = hub = self.make_hub()
-        return hub
+        task, over = self.clock.loop.create_task(main()), self.event()
+        task.add_done_callback(lambda _: over.set())
+        self._tasks.append(task)
+        return _LoopTask(over)
 
     def begin(self, name: str, body: Callable[[], None], at: float = 0.0) -> VirtualThread:
         """Have a thread of this process begin at a time."""

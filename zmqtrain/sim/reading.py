@@ -34,8 +34,7 @@ from typing import Any
 from zmqtrain.chaos.schedule import Fault, check_kinds, draw_schedule
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.sim.faults import SIM_KINDS
-from zmqtrain.sim.scenario import Scenario, SimNode
+from zmqtrain.sim.scenario import SIM_KINDS, Scenario, SimNode
 from zmqtrain.transport.memory import LinkModel
 
 NOT_OWN = ("settings", "nodes", "link", "hub_link", "faults")

@@ -1,4 +1,4 @@
-"""Run a scenario: real training code, real hub and codecs, virtual time.
+"""Run a scenario: real training code, real hub, nodes and codecs, in virtual time.
 
 Rule 1: everything that is random comes from the scenario's seed, so a run can be repeated bit for bit.
 Rule 2: what is measured costs no virtual time.
@@ -16,30 +16,39 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.broker.broker import Broker, BrokerOptions
 from zmqtrain.broker.core import BrokerAccess
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Array, Buffer, PeerId, Version
+from zmqtrain.core.types import Array, Buffer, ModelSpec, PeerId, Version
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record, record, release_facts
 from zmqtrain.node.node import Node, NodeOptions
+from zmqtrain.planning.costs import ExchangeCosts, exchange_costs
+from zmqtrain.planning.schedule import exchange_bytes, model_of
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
-from zmqtrain.protocol.effects import Contribution, Reduce
-from zmqtrain.protocol.messages import Schedule
+from zmqtrain.protocol.effects import Reduce
 from zmqtrain.session.environment import enter
-from zmqtrain.session.virtual import VirtualEnvironment, VirtualTime
-from zmqtrain.sim.faults import NOISE_KINDS, RESTART_SECONDS, FrameNoise
-from zmqtrain.sim.process import ADDRESS, CodecTimes, KnownRate, NodeProcess, SimulatedNode, hub_process, port_rate
+from zmqtrain.session.virtual import VirtualEnvironment, VirtualThread, VirtualTime
 from zmqtrain.sim.program import NodeProgram, SharedModel
-from zmqtrain.sim.scenario import SPOILT, Scenario, SimNode
+from zmqtrain.sim.scenario import NOISE_KINDS, RESTART_SECONDS, SPOILT, FrameNoise, Scenario, SimNode
 from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop, TrainingResult
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import LoopHooks
 from zmqtrain.train.sync import DelayedSync
+from zmqtrain.transport.memory import LinkModel, MemoryHub
+from zmqtrain.transport.pacing import LinkShare
+
+ADDRESS = "memory://hub"
+NANO = 1e-9
+FASTEST_BITS = 1e12
+"""A plan counts on no faster link."""
+DECODED_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -75,14 +84,16 @@ class SimResult:
         return [(one["seconds"], one["samples"], one["loss"]) for one in self.of_kind("evaluation")]
 
 
-def load_scenario_program(settings: RunSettings) -> Program:
+def load_scenario_program(settings: RunSettings, data: str = "") -> Program:
     """Make the program that the settings name; the run's seed is its data's too, unless its arguments say another.
 
-    Raises ConfigError and DataError.
+    data: a node's own, "" for the program's.  Raises ConfigError and DataError.
     """
     if not settings.program:
         raise ConfigError('no program is named: say what the nodes train, as in program = "text"')
     arguments: dict[str, object] = dict(parse_arguments(settings.program_arguments))
+    if data:
+        arguments["data"] = data
     if "seed" in program_arguments(settings.program):
         arguments.setdefault("seed", settings.seed)
     return load_program(settings.program, arguments)
@@ -109,6 +120,130 @@ def simulate(
     return _Simulation(scenario, program, initial_params, watch, make_sync, record).run()
 
 
+# ---------------------------------------------------------------------- the processes of a run
+
+
+def _port_rate(link: LinkModel) -> float:
+    """Return what a plan counts on of such a port, in bytes per second."""
+    return min(link.bits_per_second, FASTEST_BITS) / 8
+
+
+class _KnownRate(LinkShare):
+    """A port with a rate that plans know; it paces nothing, because the simulated port has that rate."""
+
+    def limit(self, measured: float = 0.0) -> float | None:
+        return None
+
+
+def node_codec_seconds(scenario: Scenario, values: int, settings: RunSettings) -> float:
+    """Return the seconds in which a node encodes an offer of so many values, or decodes an aggregate of them.
+
+    settings: that hold, with the codecs.
+    """
+    if not scenario.codec_scale or not values:
+        return NANO * scenario.node_codec_ns * values
+    return _costs(scenario, values, settings, 1).node_seconds / 2
+
+
+def hub_codec_seconds(scenario: Scenario, values: int, settings: RunSettings, nodes: int) -> float:
+    """Return the seconds in which the hub checks or adds a delta of so many values, or releases an aggregate, the mean
+    of these."""
+    if not scenario.codec_scale or not values:
+        return NANO * scenario.hub_codec_ns * values
+    return _costs(scenario, values, settings, nodes).hub_seconds / (2 * nodes + 1)
+
+
+def _costs(scenario: Scenario, values: int, settings: RunSettings, nodes: int) -> ExchangeCosts:
+    scale, codec, broadcast_codec = scenario.codec_scale, settings.codec, settings.broadcast_codec
+    sizes = exchange_bytes(model_of(values), codec, broadcast_codec)
+    return exchange_costs(
+        scale * values,
+        round(scale * sizes.up),
+        round(scale * sizes.down),
+        codec,
+        broadcast_codec,
+        nodes,
+        codec_on=scenario.codec_on,
+        hub_threads=scenario.hub_threads,
+    )
+
+
+class _SharedCoder(DeltaCoder):
+    """A coder that decodes what other nodes have decoded before only once: the same bytes, the same arrays."""
+
+    def __init__(self, model: ModelSpec, settings: RunSettings, decoded: OrderedDict[Any, Any]) -> None:
+        super().__init__(model, settings)
+        self._decoded = decoded
+
+    def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
+        key = (codec, fragment, *map(bytes, frames))
+        if key not in self._decoded:
+            self._decoded[key] = super()._decode(codec, fragment, frames)
+            if len(self._decoded) > DECODED_KEPT:
+                self._decoded.popitem(last=False)
+        result: Sequence[Array] = self._decoded[key]
+        return result
+
+
+class NodeProcess:
+    """One simulated node process: the `Dialer` of its node. noise: on its connection."""
+
+    def __init__(self, clock: VirtualTime, hub: MemoryHub, noise: FrameNoise | None) -> None:
+        self.environment, self._hub, self._noise = VirtualEnvironment(clock), hub, noise
+        self.node: SimulatedNode | None = None
+        self.thread: VirtualThread | None = None
+
+    def dial(self, address: str, peer: PeerId) -> Channel:
+        channel = self._hub.connect(peer)
+        channel.noise = self._noise
+        return channel
+
+    def begin(self, name: str, body: Callable[[], None], at: float) -> None:
+        """Have its training thread begin at a time."""
+        self.thread = self.environment.begin(name, body, at)
+
+    def welcomed(self, settings: RunSettings) -> None:
+        """Tick less often than a real session, where the run's heartbeat allows it, because ticks cost real time."""
+        self.environment.tick_seconds = min(0.25, max(self.environment.tick_seconds, settings.heartbeat_seconds / 4))
+
+    def kill(self) -> bool:
+        """End all its threads where they stand; return whether it still lived."""
+        assert self.thread is not None
+        if self.thread.ended:
+            return False
+        self.environment.clock.kill(self.thread)
+        self.environment.kill()
+        return True
+
+
+class SimulatedNode(Node):
+    """A node whose codec takes modelled time.
+
+    decoded: shared by the nodes of a simulation: the aggregates decoded recently.
+    """
+
+    def __init__(
+        self, options: NodeOptions, process: NodeProcess, scenario: Scenario, decoded: OrderedDict[Any, Any]
+    ) -> None:
+        super().__init__(options, process)
+        self._scenario, self._decoded = scenario, decoded
+        process.node, process.environment.codec_seconds = self, self._seconds_of
+
+    def make_coder(self, model: ModelSpec) -> DeltaCoder:
+        return _SharedCoder(model, self.settings, self._decoded)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """See Node: of an offer and an aggregate, each of one fragment."""
+        return 2 * self._seconds_of(self._values[0] if self._values else 0)
+
+    def _seconds_of(self, values: int) -> float:
+        """Return the time of a job that codes so many values."""
+        timetable = self.peer.timetable
+        settings = self.settings.at_first if timetable is None else timetable.at(self.offers.version)
+        return node_codec_seconds(self._scenario, values, settings)
+
+
 class _NodeKeys(BrokerAccess):
     """A broker's port at which nodes come in with the keys of a scenario."""
 
@@ -116,8 +251,29 @@ class _NodeKeys(BrokerAccess):
         self._keys = {node.name: node.key for node in scenario.named_nodes()}
 
     def key_name(self, peer: PeerId) -> str:
-        """See BrokerAccess."""
         return self._keys.get(peer.partition("#")[0], "")
+
+
+class _Recorder(BrokerRecorder):
+    """The recorder of the simulated broker, and the simulation's ear. path: None to write no file."""
+
+    def __init__(self, simulation: _Simulation, path: Path | None) -> None:
+        super().__init__(path, clock=simulation.scheduler)
+        self._simulation = simulation
+
+    def released(self, reduce: Reduce, nodes: int, *others: Any) -> None:
+        if self.path is not None:
+            super().released(reduce, nodes, *others)
+        self._simulation.released(reduce, nodes)
+
+    def evaluated(self, version: Version, samples: int, scores: Mapping[str, float]) -> None:
+        """See BrokerRecorder: the simulation scores the model itself."""
+
+    def ended(self, figures: Mapping[str, Any], leaves: Sequence[Array]) -> None:
+        super().ended({**figures, **self._simulation.scores_at_end}, leaves)
+
+
+# ---------------------------------------------------------------------- the run
 
 
 class _Simulation:
@@ -136,10 +292,9 @@ class _Simulation:
         self.scenario, self.program, self.initial_params, self.watch = scenario, program, initial_params, watch
         self.settings = replace(scenario.settings, evaluate_seconds=0.0)  # the simulation scores the model itself
         self.scheduler = VirtualTime()
-        self.recorder = None if record is None else BrokerRecorder(record / "broker.jsonl", clock=self.scheduler)
+        self.recorder = _Recorder(self, None if record is None else record / "broker.jsonl")
         self.recorders: dict[str, NodeRecorder] = {}
-        self.process = VirtualEnvironment(self.scheduler, {})
-        self.times = CodecTimes.of(scenario)
+        self.process = VirtualEnvironment(self.scheduler)
         self.model = SharedModel(program)
         self.records: list[Record] = []
         self.results: dict[str, TrainingResult] = {}
@@ -160,21 +315,20 @@ class _Simulation:
             self.scheduler.run(self._live)
             return self.result
         finally:
-            for recorder in (*self.recorders.values(), *([self.recorder] if self.recorder else [])):
+            for recorder in (*self.recorders.values(), self.recorder):
                 recorder.close()
 
     async def _live(self) -> None:
         enter(self.process)
         link = self.scenario.hub_link
-        self.channel = hub_process(self.process, self.scenario)
-        options = BrokerOptions(
-            run="run-simulated", events=_HubEvents(self), share=None if link is None else KnownRate(port_rate(link))
-        )
+        self.channel = MemoryHub(self.scenario.link, queue_messages=1 << 16, hub_link=link, free_heads=True)
+        share = None if link is None else _KnownRate(_port_rate(link))
+        options = BrokerOptions(run="run-simulated", events=self.recorder, share=share)
         self.broker = Broker(self.channel, self.settings, options, _NodeKeys(self.scenario))
         self.hub = self.broker.hub
-        self.broker.downlink.uploads.scale(port_rate(link or self.scenario.link))
-        self.process.codec_seconds = lambda values: self.times.of_hub(
-            values, self.hub.timetable.at(self.hub.version), max(1, len(self.hub.live))
+        self.broker.downlink.uploads.scale(_port_rate(link or self.scenario.link))
+        self.process.codec_seconds = lambda values: hub_codec_seconds(
+            self.scenario, values, self.hub.timetable.at(self.hub.version), max(1, len(self.hub.live))
         )
         serving = self.scheduler.spawn(self.broker.run())
         for node in self.scenario.named_nodes():
@@ -219,17 +373,16 @@ class _Simulation:
             spoilt = {field: getattr(node, field) for field in SPOILT}
             recorder = NodeRecorder(self.folder / f"{node.name}.jsonl", spoilt, scheduler)
             self.recorders[node.name] = recorder
-        environment = VirtualEnvironment(scheduler, self.process.network)
-        process = NodeProcess(environment, self.channel, noise)
+        process = NodeProcess(scheduler, self.channel, noise)
         options = NodeOptions(
             peer=peer, name=node.name, addresses=(ADDRESS,), codec_on="host", events=recorder,
-            share=KnownRate(port_rate(self.scenario.link)), incarnation=1,
+            share=_KnownRate(_port_rate(self.scenario.link)), incarnation=1,
         )  # fmt: skip
         self.processes.append(process)
         self.peers[node.name] = peer
 
         def train() -> None:
-            self._train(node, SimulatedNode(options, process, self.times, self._decoded), process, life)
+            self._train(node, SimulatedNode(options, process, self.scenario, self._decoded), process, life)
 
         process.begin(node.name, train, node.joins_at)
 
@@ -303,7 +456,7 @@ class _Simulation:
 
     def _say_membership(self, node: str, what: str) -> None:
         self._record(record("membership", self.scheduler.now, node=node, what=what))
-        if self.recorder is not None and what not in ("joined", "left"):
+        if what not in ("joined", "left"):
             self.recorder.member(self.peers[node], what, "")
 
     def _say_steps(self, waiting: list[Any]) -> None:
@@ -336,9 +489,9 @@ class _Simulation:
         if version != self._evaluated[0]:
             self._evaluated = (version, self.model.scores(self._published()))
         scores = self._evaluated[1]
-        self._record(record("evaluation", self.scheduler.now, version=version, samples=self.hub.samples, **scores))
-        if self.recorder is not None:
-            self.recorder.evaluated(version, self.hub.samples, scores)
+        facts = {"version": version, "samples": self.hub.samples, **scores}
+        self._record(record("evaluation", self.scheduler.now, **facts))
+        self.recorder.write(self.recorder.record("evaluation", **facts))
         if scores.get("loss", inf) <= self.scenario.target_loss and self.target_seconds == inf:
             self.target_seconds = self.scheduler.now
             self.scheduler.stop()
@@ -372,52 +525,6 @@ class _Simulation:
             wall_seconds=wall_seconds,
             **figures,
         )
-
-
-class _HubEvents:
-    """The simulation and its recorder hear what happens at the hub: a `BrokerEvents`."""
-
-    def __init__(self, simulation: _Simulation) -> None:
-        self._simulation, self._recorder = simulation, simulation.recorder
-
-    def began(self, run: str, settings: RunSettings, version: Version) -> None:
-        if self._recorder is not None:
-            self._recorder.began(run, settings, version)
-
-    def member(self, peer: PeerId, what: str, text: str) -> None:
-        if self._recorder is not None:
-            self._recorder.member(peer, what, text)
-
-    def averaged(self, peers: Sequence[PeerId]) -> None:
-        if self._recorder is not None:
-            self._recorder.averaged(peers)
-
-    def scheduled(self, schedule: Schedule, text: str) -> None:
-        if self._recorder is not None:
-            self._recorder.scheduled(schedule, text)
-
-    def founded(self, peer: PeerId) -> None:
-        if self._recorder is not None:
-            self._recorder.founded(peer)
-
-    def released(
-        self,
-        reduce: Reduce,
-        nodes: int,
-        codec: str,
-        frames: Sequence[Sequence[Buffer]],
-        left_out: Sequence[Contribution] = (),
-    ) -> None:
-        if self._recorder is not None:
-            self._recorder.released(reduce, nodes, codec, frames, left_out)
-        self._simulation.released(reduce, nodes)
-
-    def evaluated(self, version: Version, samples: int, scores: Mapping[str, float]) -> None:
-        """See BrokerEvents: the simulation scores the model itself."""
-
-    def ended(self, figures: Mapping[str, Any], leaves: Sequence[Array]) -> None:
-        if self._recorder is not None:
-            self._recorder.ended({**figures, **self._simulation.scores_at_end}, leaves)
 
 
 def _after(windows: Sequence[tuple[float, float]], now: float) -> Iterator[tuple[float, float]]:

@@ -2,7 +2,7 @@
 
 Rule 1: this channel refuses what the real one refuses, and loses what that may lose: all that is queued or in flight
 when a connection ends, and nothing else.  In order within a lane, never twice.
-Rule 2: time is the loop's time: under `virtual_clock.VirtualClockLoop` a test of minutes takes milliseconds, exactly.
+Rule 2: time is the loop's time: under `session.virtual.VirtualClockLoop` a test of minutes takes milliseconds, exactly.
 Rule 3: the star of the model is ports and a switch that forwards as it receives: each port, per direction, carries one
 message after the other at its rate; CONTROL and BULK do not wait for each other, as on two connections.
 
@@ -54,24 +54,16 @@ class _Port:
 
 
 _Ports = dict[Lane, _Port]
-_Sink = Callable[["_Stream", list[Buffer]], None]
 
 
-class Fate(Protocol):
-    """What becomes of one message. delays: how much later each copy of it arrives; breaks: it ends its connection
-    instead; flipped: a bit of it is another."""
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one message. delays: how many seconds later each copy of it arrives; breaks: it ends its
+    connection instead; flipped: a bit of it is another."""
 
-    @property
-    def delays(self) -> tuple[float, ...]:
-        """Seconds."""
-
-    @property
-    def breaks(self) -> bool:
-        """Whether the connection breaks."""
-
-    @property
-    def flipped(self) -> bool:
-        """Whether a bit is another."""
+    delays: tuple[float, ...] = (0.0,)
+    breaks: bool = False
+    flipped: bool = False
 
 
 class Noise(Protocol):
@@ -89,12 +81,13 @@ class _Stream:
     """
 
     def __init__(
-        self, lane: Lane, hub: MemoryHub, ports: tuple[_Port, _Port], up: bool, sink: _Sink, channel: MemoryChannel
+        self, lane: Lane, hub: MemoryHub, ports: tuple[_Port, _Port], up: bool, channel: MemoryChannel
     ) -> None:
         links = (hub.link, hub.hub_link or hub.link)
         self._tx_link, self._rx_link = links if up else links[::-1]
         self._tx, self._rx = ports
-        self._lane, self._hub, self._up, self._sink, self._channel = lane, hub, up, sink, channel
+        self.lane, self.peer, self._hub, self._up, self._channel = lane, channel.peer, hub, up, channel
+        self._receiver: MemoryHub | MemoryChannel = hub if up else channel
         self._wire: list[tuple[int, list[Buffer], int]] = []  # not sent on: there was no connection, or it paused
         self._sent = 0
         self._moving = 0
@@ -114,7 +107,7 @@ class _Stream:
     def put(self, frames: Sequence[Buffer], size: int) -> None:
         received = [_as_received(frame) for frame in frames]
         if self._hub.free_heads:
-            size = 0 if self._lane is Lane.CONTROL else size - len(frames[0])
+            size = 0 if self.lane is Lane.CONTROL else size - len(frames[0])
         self._held += 1
         noise = self._channel.noise
         if noise is None or not self.connected:
@@ -161,11 +154,11 @@ class _Stream:
 
     def _transmit(self, number: int, frames: list[Buffer], size: int) -> None:
         if self._tx_link is None or self._rx_link is None:
-            return None if self.stopped else self._sink(self, frames)
+            return None if self.stopped else self._receiver._deliver(self, frames)
         self._moving += 1
         loop, seconds = asyncio.get_running_loop(), self._tx_link.seconds(size)
         latency = (self._hub.link or self._tx_link).latency_seconds
-        if self._lane is Lane.CONTROL and self._hub.free_heads:
+        if self.lane is Lane.CONTROL and self._hub.free_heads:
             loop.call_at(loop.time() + latency, self._arrive, number, frames, size)
             return None
         start = self._tx.reserve(loop.time(), seconds)
@@ -187,7 +180,7 @@ class _Stream:
         if self.paused:
             self._wire.append((number, frames, size))
             return
-        self._sink(self, frames)
+        self._receiver._deliver(self, frames)
         if self.empty:
             self.changed.open()
 
@@ -227,6 +220,8 @@ class MemoryChannel:
     that tries to reconnect; what it queued flows when the hub restores the peer.
     """
 
+    refused = obstacle = ""  # nobody is refused here
+
     def __init__(self, hub: MemoryHub, peer: PeerId) -> None:
         self.peer = peer
         self._hub = hub
@@ -245,20 +240,12 @@ class MemoryChannel:
     def _open(self) -> None:
         """Make new streams both ways, connected unless the hub has cut this peer off (or is closed)."""
         hub = self._hub
-        self._up = {
-            lane: _Stream(lane, hub, (self._tx[lane], hub._rx[lane]), True, hub._sink(self.peer, lane), self)
-            for lane in Lane
-        }
-        self._down = {
-            lane: _Stream(lane, hub, (hub._tx[lane], self._rx[lane]), False, self._sink(lane), self) for lane in Lane
-        }
+        self._up = {lane: _Stream(lane, hub, (self._tx[lane], hub._rx[lane]), True, self) for lane in Lane}
+        self._down = {lane: _Stream(lane, hub, (hub._tx[lane], self._rx[lane]), False, self) for lane in Lane}
 
-    def _sink(self, lane: Lane) -> _Sink:
-        def deliver(stream: _Stream, frames: list[Buffer]) -> None:
-            self._inbox[lane].append((stream, frames))
-            self._incoming.open()
-
-        return deliver
+    def _deliver(self, stream: _Stream, frames: list[Buffer]) -> None:
+        self._inbox[stream.lane].append((stream, frames))
+        self._incoming.open()
 
     def _lose(self, arrived: bool = True) -> None:
         """Lose the connection and all that is queued on it, both ways; with `arrived`, what was not yet taken too."""
@@ -316,16 +303,6 @@ class MemoryChannel:
         """Have `told` called when the hub is closed: a cut is not seen, as with a cable."""
         self._told = told
 
-    @property
-    def refused(self) -> str:
-        """See Channel: nobody is refused here."""
-        return ""
-
-    @property
-    def obstacle(self) -> str:
-        """Nothing keeps a channel in memory from its hub."""
-        return ""
-
     async def changed(self) -> None:
         """See Channel: wait until this one is closed."""
         if not self._closed:
@@ -359,12 +336,21 @@ class MemoryChannel:
 
 
 class MemoryHub:
-    """The hub's end (a `HubChannel`), and the hands of a test on the network; made by `memory_hub`."""
+    """The hub's end (a `HubChannel`), and the hands of a test on the network; `connect` makes a node's end.
+
+    link: of every port; None delivers at once.  hub_link: of the hub's port, if it is another; the latency is link's.
+    free_heads: heads and control messages take the latency alone, because they are small; only payloads take a port's
+    time.  queue_messages: how many messages a lane holds, per node and direction, from `send` to the receiver's
+    `receive`; a node's `send` then waits, the hub's raises ChannelFull.
+    """
+
+    address = "memory://hub"
 
     def __init__(
         self,
-        link: LinkModel | None,
-        queue_messages: int,
+        link: LinkModel | None = None,
+        *,
+        queue_messages: int = 64,
         hub_link: LinkModel | None = None,
         free_heads: bool = False,
     ) -> None:
@@ -376,15 +362,10 @@ class MemoryHub:
         self._channels: dict[PeerId, MemoryChannel] = {}
         self._cut: set[PeerId] = set()
         self._paused: set[PeerId] = set()
-        self._inbox: deque[tuple[_Stream, PeerId, Lane, list[Buffer]]] = deque()
+        self._inbox: deque[tuple[_Stream, list[Buffer]]] = deque()
         self._incoming = Gate()
         self._fairness = Fairness()
         self._closed = False
-
-    @property
-    def address(self) -> str:
-        """A name for messages; nodes come by `connect`."""
-        return "memory://hub"
 
     def connect(self, peer: PeerId) -> MemoryChannel:
         """Return a node's end; a second one of the same name takes the connection over, as at the real hub.
@@ -447,22 +428,19 @@ class MemoryHub:
         await self._fairness.turn()
         while not self._closed:
             while self._inbox:
-                stream, peer, lane, frames = self._inbox.popleft()
+                stream, frames = self._inbox.popleft()
                 if not stream.lost:
                     stream.taken()
-                    return peer, lane, frames
+                    return stream.peer, stream.lane, frames
             await self._incoming.wait()
         raise ChannelClosed("the hub is closed")
 
     def dismiss(self, peer: PeerId) -> None:
         """Drop what has arrived of a peer and was not received."""
-        kept: deque[tuple[_Stream, PeerId, Lane, list[Buffer]]] = deque()
-        for one in self._inbox:
-            if one[1] == peer:
-                one[0].taken()
-            else:
-                kept.append(one)
-        self._inbox = kept
+        for stream, _ in self._inbox:
+            if stream.peer == peer:
+                stream.taken()
+        self._inbox = deque(one for one in self._inbox if one[0].peer != peer)
 
     async def close(self, linger_seconds: float = 1.0) -> None:
         """Wake who waits here, send what is queued for at most `linger_seconds`, then close; twice is once.
@@ -494,26 +472,6 @@ class MemoryHub:
         if self._channels.get(channel.peer) is channel:
             del self._channels[channel.peer]
 
-    def _sink(self, peer: PeerId, lane: Lane) -> _Sink:
-        def deliver(stream: _Stream, frames: list[Buffer]) -> None:
-            self._inbox.append((stream, peer, lane, frames))
-            self._incoming.open()
-
-        return deliver
-
-
-def memory_hub(
-    link: LinkModel | None = None,
-    *,
-    queue_messages: int = 64,
-    hub_link: LinkModel | None = None,
-    free_heads: bool = False,
-) -> MemoryHub:
-    """Make a hub in memory; `hub.connect(peer)` makes a node's end.
-
-    link: of every port; None delivers at once.  hub_link: of the hub's port, if it is another; the latency is link's.
-    free_heads: heads and control messages take the latency alone, because they are small; only payloads take a port's
-    time.  queue_messages: how many messages a lane holds, per node and direction, from `send` to
-    the receiver's `receive`; a node's `send` then waits, the hub's raises ChannelFull.
-    """
-    return MemoryHub(link, queue_messages, hub_link, free_heads)
+    def _deliver(self, stream: _Stream, frames: list[Buffer]) -> None:
+        self._inbox.append((stream, frames))
+        self._incoming.open()
