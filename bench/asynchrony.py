@@ -36,8 +36,8 @@ from zmqtrain.core.errors import ZmqTrainError
 from zmqtrain.core.settings import FIXED
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.sim.program import NodeProgram
-from zmqtrain.train.apart import own_seed
-from zmqtrain.train.step import LocalStep
+from zmqtrain.train.loop import own_seed
+from zmqtrain.train.step import MinibatchStep
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.memory import LinkModel
 
@@ -131,14 +131,14 @@ def checkpoint(task: Task, data: str, seed: int) -> Any:
     if key not in _checkpoints:
         case = Case(experiment="", task=task.name, method="", steps=task.warm_steps)
         program = program_of(case, data, seed)
-        local = LocalStep(program)
+        local = MinibatchStep(program)
         state = local.init(seed)
         units = iter(range(NODES * task.warm_steps))
         for _ in range(task.warm_steps // task.batches_per_unit):
             of_nodes = [list(program.batches(next(units))) for _ in range(NODES)]
             for batches in zip(*of_nodes, strict=True):
                 joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
-                state, _ = local.step(state, joined)
+                state, _, _ = local.step(state, iter([joined]))
         _checkpoints[key] = jax.tree.map(np.asarray, state.params)
     return _checkpoints[key]
 

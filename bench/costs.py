@@ -40,7 +40,7 @@ from zmqtrain.planning.costs import COSTS, CodecCosts, SparseCosts
 from zmqtrain.planning.schedule import model_of
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish
-from zmqtrain.train.step import Rebase
+from zmqtrain.train.anchor import DeviceMoves
 
 from report import print_table, write_json
 
@@ -197,7 +197,7 @@ def measure_rebase(values: int, rounds: int, fragments: int = 1) -> float:
     all threads."""
     model = model_of(values)
     layout = Layout(model, fragments)
-    rebase = Rebase(layout, donate=True)
+    moves = DeviceMoves(layout, model, donate=True)
     params, anchor = ([jnp.zeros(leaf.shape) for leaf in model] for _ in range(2))
     step = {0: Vectors().take_segments(layout.counts(0))}
     for segment in step[0]:
@@ -205,8 +205,8 @@ def measure_rebase(values: int, rounds: int, fragments: int = 1) -> float:
     least = float("inf")
     for _ in range(rounds + 1):  # the first compiles
         began = time.process_time()
-        jax.block_until_ready(rebase.pending(params, anchor, 0))
-        params, anchor = rebase.apply(params, anchor, step, step)
+        jax.block_until_ready(moves.pending(params, anchor, 0))
+        params, anchor = moves.apply(params, anchor, step, step)
         jax.block_until_ready((params, anchor))
         least = min(least, time.process_time() - began)
     return 1e9 * least / sum(layout.counts(0))

@@ -174,12 +174,12 @@ class Trainer:
     """A node's training thread: the steps of `TrainingLoop`, with the exchange or without."""
 
     def __init__(self, node: Any, size: Size) -> None:
-        from zmqtrain.train.step import LocalStep, TrainState
+        from zmqtrain.train.step import MinibatchStep, TrainState
         from zmqtrain.train.sync import DelayedSync
 
         program = TokenProgram(size)
         self.size, self._make_state, self._generator = size, TrainState, np.random.default_rng(0)
-        self._local, self._draw = LocalStep(program), program.batch
+        self._local, self._draw = MinibatchStep(program), program.batch
         state = self._local.init(0)
         self.params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         self._local.compile(state, self._draw(self._generator))
@@ -190,7 +190,7 @@ class Trainer:
     def step(self, exchange: bool) -> None:
         """Take one step; as in `DelayedSync.step`, wait for the loss of the one before."""
         before = self._loss
-        self.state, self._loss = self._local.step(self.state, self._draw(self._generator))
+        self.state, self._loss, _ = self._local.step(self.state, iter([self._draw(self._generator)]))
         if exchange:
             params = self.sync.step(self.state.params, score=self._loss, samples=self.size.batch * self.size.context)
             self.state = self._make_state(params, self.state.opt_state)

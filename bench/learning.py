@@ -44,7 +44,7 @@ from zmqtrain.broker.broker import Broker
 from zmqtrain.broker.serve import serve
 from zmqtrain.programs import parse_arguments
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.train.step import LocalStep, LoopHooks
+from zmqtrain.train.step import LoopHooks, MinibatchStep
 
 import codec_learning
 from learning_tasks import BEST_RATE, METHODS, RATES, Method, Mode, Task, default_tasks, quick
@@ -68,10 +68,10 @@ Curve = list[tuple[float, float]]
 def train_here(task: Task, rate: float, seed: int, nodes: int) -> Scores:
     """Train in this process, each step on the batches of `nodes` nodes at once; return the scores."""
     program = task.make(rate, seed)
-    local = LocalStep(program)
+    local = MinibatchStep(program)
     state = local.init(seed)
     for batch in islice(_joined_batches(program, nodes), task.steps):
-        state, _ = local.step(state, batch)
+        state, _, _ = local.step(state, iter([batch]))
     return program.evaluate(state.params)
 
 

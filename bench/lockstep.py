@@ -152,8 +152,8 @@ class _Node:
         import numpy as np
 
         from zmqtrain.node.connect import connect
-        from zmqtrain.synchronous.exchanges import open_gradients, read_exchange
-        from zmqtrain.train.buckets import Buckets
+        from zmqtrain.synchronous.exchanges import GradientAccess, read_exchange
+        from zmqtrain.train.gradients import Buckets
 
         choice = read_exchange(case.exchange)
         assert choice is not None, "hub is what efficiency.py measures"
@@ -163,7 +163,7 @@ class _Node:
         self.flats = [1e-3 * random.standard_normal(flat.size, dtype=np.float32) for flat in self.buckets.zeros()]
         self.params = sum(flat.size for flat in self.flats)
         self.node = connect(address, f"pc-{number}", exchange=choice.name)
-        self.gradients = open_gradients(choice, self.node, None, model, 0)
+        self.gradients = GradientAccess(choice, self.node).open(model, 0)
         self.gradients.align(-1, lambda: [np.zeros(leaf.shape, np.float32) for leaf in model])
 
     def step(self) -> float:

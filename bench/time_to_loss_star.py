@@ -241,16 +241,16 @@ def _be_broker(job: Job, folder: Path) -> None:
 def _be_node(job: Job, number: int) -> None:
     """Compile the step, join when told, train at the pace of the place until the bench ends this process."""
     from zmqtrain import TrainingLoop, connect
-    from zmqtrain.train.step import LocalStep, LoopHooks
+    from zmqtrain.train.step import LoopHooks, MinibatchStep
 
     from learning import pace
 
     told = commands()
     program = job.make()
-    local = LocalStep(program)
+    local = MinibatchStep(program)
     state = local.init(0)
     for batch in program.batches(0):
-        state, loss = local.step(state, batch)
+        state, loss, _ = local.step(state, iter([batch]))
     loss.block_until_ready()
     say({"compiled": True})
     _, address = told.get()
@@ -258,24 +258,23 @@ def _be_node(job: Job, number: int) -> None:
     slowness = 2 if number >= job.nodes - job.slow else 1
     paces: list[Callable[[int, Any], None]] = []
 
-    def make_sync(*arguments: Any, **options: Any) -> DelayedSync:
-        sync = DelayedSync(*arguments, **options)
-        say({"joined": True})
-        _, zero = told.get()
-        say({"begins": True})
-        threading.Thread(target=answer, args=(sync,), daemon=True).start()
-        time.sleep(max(0.0, zero - time.monotonic()))
-        paces.append(pace(slowness * job.place.step_seconds))
-        return sync
+    class Timed(DelayedSync):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            say({"joined": True})
+            _, zero = told.get()
+            say({"begins": True})
+            threading.Thread(target=answer, args=(self,), daemon=True).start()
+            time.sleep(max(0.0, zero - time.monotonic()))
+            paces.append(pace(slowness * job.place.step_seconds))
 
     def answer(sync: DelayedSync) -> None:
         told.get()
         say(asdict(sync.statistics()))
 
     with connect(address, f"pc-{number}", timeout_seconds=60.0) as node:
-        TrainingLoop(program, node, LoopHooks(watch=lambda step, loss: paces[0](step, loss)), make_sync).run(
-            node.batches(program)
-        )
+        hooks = LoopHooks(watch=lambda step, loss: paces[0](step, loss))
+        TrainingLoop(program, node, hooks, sync=Timed).run(node.batches(program))
 
 
 if __name__ == "__main__":

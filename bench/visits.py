@@ -11,7 +11,6 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +24,7 @@ import zmqtrain as zt
 from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.broker.standby import ShardPlace
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.synchronous.exchanges import open_gradients, read_exchange, unit_wait_seconds
+from zmqtrain.synchronous.exchanges import GradientAccess, read_exchange, unit_wait_seconds
 
 from vitals import count_left
 
@@ -133,7 +132,7 @@ def _gradient_loop(address: str, shards: str) -> None:
     assert choice is not None
     with _broker(units=2) as own, zt.connect(own, "visitor", exchange=choice.name) as node:
         batches = node.batches_as_they_come(REGRESSION, unit_wait_seconds(node.settings))
-        zt.GradientLoop(REGRESSION, node, partial(open_gradients, choice, node, (None, None))).run(batches)
+        zt.GradientLoop(REGRESSION, node, GradientAccess(choice, node)).run(batches)
 
 
 def _communicator(address: str, shards: str) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from functools import partial
 
 import jax
 import numpy as np
 
 from tests.train.processes import REGRESSION
 from zmqtrain.node.connect import connect
-from zmqtrain.synchronous.exchanges import open_gradients, read_exchange, unit_wait_seconds
+from zmqtrain.synchronous.exchanges import GradientAccess, read_exchange, unit_wait_seconds
 from zmqtrain.train.gradients import GradientLoop, GradientOptions
 from zmqtrain.train.step import LoopHooks
 
@@ -34,7 +33,7 @@ def train(hub, name, exchange, data_seconds=None, **options):
     assert choice is not None
     with connect(hub, name, exchange=choice.name, timeout_seconds=60.0) as node:
         batches = node.batches_as_they_come(REGRESSION, data_seconds or unit_wait_seconds(node.settings))
-        gradients = partial(open_gradients, choice, node, None)
+        gradients = GradientAccess(choice, node)
         return GradientLoop(REGRESSION, node, gradients, GradientOptions(100), LoopHooks(**options)).run(batches)
 
 

@@ -314,13 +314,13 @@ def test_a_node_that_is_interrupted_while_it_compiles_leaves_without_the_regular
 INTERRUPTED_COMPILE = """
 import atexit, os, signal, sys
 from zmqtrain.cli import main
-from zmqtrain.train.step import LocalStep
+from zmqtrain.train.step import MinibatchStep
 
 def compile(*arguments):
     print("compiling")
     os.kill(os.getpid(), signal.SIGINT)
 
-LocalStep.compile = compile
+MinibatchStep.compile = compile
 atexit.register(print, "the regular end")
 sys.exit(main(["node", sys.argv[1], "--name", "pc-1"]))
 """

@@ -12,8 +12,7 @@ from runs import batches, broker, loss, parameters
 from zmqtrain.core.errors import JoinRefused
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node.connect import connect
-from zmqtrain.train.apart import own_seed
-from zmqtrain.train.loop import TrainingLoop
+from zmqtrain.train.loop import TrainingLoop, own_seed
 
 HELD_OUT, VALIDATION = 10**6, 10**6 + 1
 NAMES = ("pc-1", "pc-2", "pc-3")

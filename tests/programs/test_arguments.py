@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs.arguments import (
+    check_arguments,
     describe_arguments,
     parse_arguments,
-    read_arguments,
     require_at_least,
     require_choice,
 )
@@ -47,8 +48,8 @@ def test_an_argument_given_twice_is_refused():
 
 
 def test_the_defaults_are_listed_in_the_order_of_the_signature():
-    assert describe_arguments(factory) == {"width": 8, "rate": 0.5, "tied": True, "data": "", "shape": (1,)}
-    assert describe_arguments(demanding) == {"path": ...}
+    assert describe_arguments(signature(factory)) == {"width": 8, "rate": 0.5, "tied": True, "data": "", "shape": (1,)}
+    assert describe_arguments(signature(demanding)) == {"path": ...}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_the_defaults_are_listed_in_the_order_of_the_signature():
     ],
 )  # fmt: skip
 def test_a_value_is_read_as_the_type_that_is_wanted(name, value, wanted):
-    found = read_arguments("p", factory, {name: value})[name]
+    found = check_arguments("p", signature(factory), {name: value})[name]
     assert found == wanted and type(found) is type(wanted)
 
 
@@ -75,12 +76,12 @@ def test_a_value_is_read_as_the_type_that_is_wanted(name, value, wanted):
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_is_refused_with_its_place(name, value, words):
     with pytest.raises(ConfigError, match=rf"program_arguments\.{name} must be {words}, got "):
-        read_arguments("p", factory, {name: value})
+        check_arguments("p", signature(factory), {name: value})
 
 
 def test_an_unknown_argument_is_refused_with_the_choices_and_the_nearest():
     with pytest.raises(ConfigError) as caught:
-        read_arguments("p", factory, {"widht": 3})
+        check_arguments("p", signature(factory), {"widht": 3})
     assert str(caught.value) == (
         "program_arguments.widht: the program 'p' has no such argument (did you mean width?); "
         "it takes width=8, rate=0.5, tied=True, data=, shape=(1,)"
@@ -88,15 +89,15 @@ def test_an_unknown_argument_is_refused_with_the_choices_and_the_nearest():
 
 
 def test_a_default_says_the_type_where_no_annotation_does():
-    assert read_arguments("p", unannotated, {"width": "3", "rate": "1"}) == {"width": 3, "rate": 1.0}
+    assert check_arguments("p", signature(unannotated), {"width": "3", "rate": "1"}) == {"width": 3, "rate": 1.0}
     with pytest.raises(ConfigError, match="a whole number"):
-        read_arguments("p", unannotated, {"width": "x"})
+        check_arguments("p", signature(unannotated), {"width": "x"})
 
 
 def test_an_argument_without_default_must_be_given():
     with pytest.raises(ConfigError, match=r"program_arguments\.path: the program 'p' needs this argument"):
-        read_arguments("p", demanding, {})
-    assert read_arguments("p", demanding, {"path": "x", "more": 1}) == {"path": "x", "more": 1}
+        check_arguments("p", signature(demanding), {})
+    assert check_arguments("p", signature(demanding), {"path": "x", "more": 1}) == {"path": "x", "more": 1}
 
 
 def test_bounds_and_choices_name_the_place():

@@ -14,8 +14,8 @@ from zmqtrain.core.errors import ConfigError, JoinRefused, NonFiniteDelta
 from zmqtrain.programs import load_program
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.strategies.measures import relatedness
-from zmqtrain.train.apart import own_seed
-from zmqtrain.train.step import LocalStep
+from zmqtrain.train.loop import own_seed
+from zmqtrain.train.step import MinibatchStep
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.memory import LinkModel
 
@@ -94,13 +94,13 @@ def test_strict_mode_is_the_sequential_computation(program, scenario):
         outer="sgd:rate=1", units=units,
     )  # fmt: skip
     result = simulate(run, program)
-    local, shared = LocalStep(program), program.init(run.settings.seed)
+    local, shared = MinibatchStep(program), program.init(run.settings.seed)
     lanes = [[batch for unit in range(lane, units, nodes) for batch in program.batches(unit)] for lane in range(nodes)]
     for batches in zip(*lanes, strict=True):
         ends = []
         for batch in batches:
             state = local.init(0)._replace(params=jax.tree.map(jax.numpy.copy, shared))
-            ends.append(local.step(state, batch)[0].params)
+            ends.append(local.step(state, iter([batch]))[0].params)
         shared = jax.tree.map(lambda *leaves: sum(leaves) / nodes, *ends)
     np.testing.assert_allclose(flat(result.params), flat(shared), rtol=1e-5, atol=1e-6)
 

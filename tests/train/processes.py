@@ -190,9 +190,10 @@ class Process(threading.Thread):
         self.result = self.failure = None
         hooks = LoopHooks(**{name: options.pop(name) for name in ("stop", "watch", "before_step") if name in options})
         options = GradientOptions(**options)
-        self.loop = GradientLoop(
-            program or REGRESSION, self.run_of, lambda model, version: self.exchange, options, hooks
-        )
+        self.loop = GradientLoop(program or REGRESSION, self.run_of, self, options, hooks)
+
+    def open(self, model, version):
+        return self.exchange
 
     def run(self):
         try:

@@ -18,9 +18,8 @@ from tests.stated import Stated
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import JoinRefused
 from zmqtrain.core.types import LOCAL_UNITS, Part, Update, first_local_unit
-from zmqtrain.train.apart import begin, follow, own_seed, pack_optimizer_state, train_apart, unpack_optimizer_state
-from zmqtrain.train.minibatch import FixedMinibatch
-from zmqtrain.train.step import MinibatchStep, TrainState
+from zmqtrain.train.loop import begin, follow, own_seed, pack_optimizer_state, train_apart, unpack_optimizer_state
+from zmqtrain.train.step import LoopHooks, MinibatchStep, TrainState
 from zmqtrain.train.sync import DelayedSync
 
 
@@ -87,13 +86,13 @@ class Exchange(Stated):
         pass
 
 
-def stepper(program):
-    return MinibatchStep(program, FixedMinibatch(1), time)
+def stepper(program, **hooks):
+    return MinibatchStep(program, hooks=LoopHooks(**hooks))
 
 
 def started(exchange, program=None):
     program = program or Program()
-    return program, *begin(program, exchange, stepper(program))
+    return program, *begin(exchange, stepper(program))
 
 
 def weights(params):
@@ -143,7 +142,8 @@ def test_who_comes_to_a_founded_run_skips_the_tournament_and_begins_a_fresh_opti
 
 def test_training_apart_ends_when_it_is_told_to():
     program = Program()
-    begin(program, Exchange(initial="best", apart_steps=1000), stepper(program), stop=lambda: len(program.units) > 3)
+    step = stepper(program, stop=lambda: len(program.units) > 3)
+    begin(Exchange(initial="best", apart_steps=1000), step)
     assert len(program.units) < 6
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout, WholeLayout
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.train import step
-from zmqtrain.train.step import ahead, moved
+from zmqtrain.train import anchor as module
+from zmqtrain.train.anchor import ahead, moved
 
 B = BLOCK_VALUES
 SIZES = [(1,), (B,), (3, B - 1), (9 * B + 17,), (23, 1000)]
@@ -102,7 +102,7 @@ def test_a_processor_loops_over_blocks_and_an_accelerator_does_not(platform, loo
 
 
 def test_a_leaf_that_an_index_cannot_count_is_moved_at_once(monkeypatch):
-    monkeypatch.setattr(step, "LARGEST_LOOPED", 10 * B)
+    monkeypatch.setattr(module, "LARGEST_LOOPED", 10 * B)
     layout = Layout(spec_of([(10 * B,)]), 2)
     leaf = jax.ShapeDtypeStruct((10 * B,), jnp.float32)
     text = jax.jit(lambda p, a: ahead(layout, p, a, 0, 0)).lower(leaf, leaf).as_text()

@@ -6,7 +6,7 @@ import json
 
 from tests.train.scripted_exchange import ScriptedExchange
 from zmqtrain.train.contributions import MOST_SCORES, ContributionTracker, Drain, SyncSchedule
-from zmqtrain.train.keeping import pack_loop
+from zmqtrain.train.sync import pack_loop
 
 
 def test_what_is_withdrawn_stands_in_the_next_offer_and_what_has_landed_in_none():

@@ -174,14 +174,14 @@ def test_overlap_needs_to_know_which_micro_batch_is_the_last():
         GradientLoop(
             REGRESSION,
             Run("pc-1", minibatch="timed:seconds=1"),
-            lambda model, version: None,
+            None,
             GradientOptions(overlap="next"),
         )
 
 
 def test_nodes_with_parameters_of_their_own_are_not_in_lockstep():
     with pytest.raises(ConfigError, match="have the same parameters"):
-        GradientLoop(REGRESSION, Run("pc-1", initial="own"), lambda model, version: None)
+        GradientLoop(REGRESSION, Run("pc-1", initial="own"), None)
 
 
 # ---------------------------------------------------------------------- whoever is lost

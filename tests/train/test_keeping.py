@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from zmqtrain.core.errors import ModelMismatch
-from zmqtrain.train.keeping import describe_tree, kept_leaves, pack_tree, pack_trees, unpack_tree
+from zmqtrain.train.leaves import describe_tree, kept_leaves, pack_tree, pack_trees, unpack_tree
 
 PARAMS = {"w": jnp.arange(12.0).reshape(3, 4) / 7, "half": jnp.array([1.5, -0.1], jnp.bfloat16)}
 

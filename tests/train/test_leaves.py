@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zmqtrain.train.leaves import host_leaves, host_state, placed_like
+from zmqtrain.train.leaves import host_leaves, placed_like
 
 
 def test_leaves_come_in_their_order_shape_and_dtype():
@@ -21,9 +21,9 @@ def test_a_state_of_counts_halves_and_keys_comes_back_to_the_bit():
     like = (
         jax.tree.map(jnp.zeros_like, params), optax.adam(0.1).init(params), jax.random.key(0), 0
     )  # fmt: skip
-    back = placed_like(like, host_state(state))
+    back = placed_like(like, host_leaves(state))
     assert jax.tree.structure(back) == jax.tree.structure(state)
-    for one, other in zip(host_state(back), host_state(state), strict=True):
+    for one, other in zip(host_leaves(back), host_leaves(state), strict=True):
         assert one.shape == other.shape
         np.testing.assert_array_equal(one, other)
     assert jax.random.uniform(back[2]) == jax.random.uniform(state[2])

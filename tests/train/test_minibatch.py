@@ -26,7 +26,7 @@ from zmqtrain.train.minibatch import (
     dynamic_every,
     minibatch_from_spec,
 )
-from zmqtrain.train.step import LocalStep, LoopHooks, MinibatchStep, TrainState
+from zmqtrain.train.step import LoopHooks, MinibatchStep, TrainState
 
 
 class Line:
@@ -88,6 +88,18 @@ def stepper(text, program=None, part_seconds=0.0, step_seconds=0.0):
     return step, clock
 
 
+def alone(program, state, batch):
+    """One gradient and one update of the optimizer, as a program would train by itself."""
+
+    @jax.jit
+    def one(state):
+        value, gradient = jax.value_and_grad(program.loss)(state.params, batch)
+        updates, opt_state = program.optimizer().update(gradient, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), value
+
+    return one(state)
+
+
 # ---------------------------------------------------------------------- specs
 
 
@@ -135,12 +147,11 @@ def test_the_specs_can_be_read_without_jax():
 
 def test_one_batch_is_the_very_step_of_a_program_alone_bit_for_bit():
     program, (step, _) = Line(), stepper("fixed")
-    local = LocalStep(program)
-    ours, theirs = step.init(0), local.init(0)
+    ours, theirs = step.init(0), step.init(0)
     following = iter(batches_of(program, 5))
     for batch in batches_of(program, 5):
         ours, loss, samples = step.step(ours, following)
-        theirs, expected = local.step(theirs, batch)
+        theirs, expected = alone(program, theirs, batch)
         assert samples == 8 and np.array_equal(loss, expected)
     assert equal(ours, theirs)
     assert step.step(ours, following) is None
@@ -150,12 +161,11 @@ def test_one_batch_is_the_very_step_of_a_program_alone_bit_for_bit():
 def test_several_batches_give_the_step_of_their_samples_together(dtype):
     program = Line(optax.sgd(0.1), dtype)
     step, _ = stepper("fixed:batches=4", program)
-    local = LocalStep(program)
     given = batches_of(program, 8)
-    following, ours, theirs = iter(given), step.init(0), local.init(0)
+    following, ours, theirs = iter(given), step.init(0), step.init(0)
     for four in (given[:4], given[4:]):
         ours, loss, samples = step.step(ours, following)
-        theirs, expected = local.step(theirs, joined(four))
+        theirs, expected = alone(program, theirs, joined(four))
         assert samples == 32
         close(loss, expected, 1e-5 if dtype == jnp.float32 else 1e-2)
     assert ours.params["w"].dtype == dtype
@@ -167,10 +177,10 @@ def test_several_batches_give_the_step_of_their_samples_together(dtype):
 def test_data_that_ends_within_a_step_makes_it_a_smaller_one():
     program = Line(optax.sgd(0.1))
     step, _ = stepper("fixed:batches=4", program)
-    local, given = LocalStep(program), batches_of(program, 6)
+    given = batches_of(program, 6)
     following, state = iter(given), step.init(0)
     state, _, _ = step.step(state, following)
-    expected, _ = local.step(TrainState(*jax.tree.map(jnp.copy, tuple(state))), joined(given[4:]))
+    expected, _ = alone(program, TrainState(*jax.tree.map(jnp.copy, tuple(state))), joined(given[4:]))
     state, _, samples = step.step(state, following)
     assert samples == 16
     close(state, expected)
@@ -191,8 +201,8 @@ def test_the_state_that_was_given_is_used_up():
 def test_as_many_parts_are_used_as_can_be_begun_in_time():
     program = Line(optax.sgd(0.1))
     step, clock = stepper("timed:seconds=1,partitions=4", program, part_seconds=0.25)
-    local, given = LocalStep(program), batches_of(program, 9)
-    following, state, expected, used = iter(given), step.init(0), local.init(0), 0
+    given = batches_of(program, 9)
+    following, state, expected, used = iter(given), step.init(0), step.init(0), 0
     whole = joined(given)
     for number, cost in enumerate([0.3, 0.25, 0.4, 5.0, 0.11], start=1):  # a part is begun while less than 1 s is over
         step.hooks = LoopHooks(before_part=lambda cost=cost: clock.sleep(cost))
@@ -202,7 +212,7 @@ def test_as_many_parts_are_used_as_can_be_begun_in_time():
         assert samples == 2 * parts  # a batch of 8 points in 4 parts
         assert clock.now - began == pytest.approx(parts * cost)
         taken = tuple(array[used : used + samples] for array in whole)  # what was left of a batch comes first
-        expected, loss_expected = local.step(expected, taken)
+        expected, loss_expected = alone(program, expected, taken)
         used += samples
         close(state, expected)
         close(loss, loss_expected)

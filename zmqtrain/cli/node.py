@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -62,7 +61,7 @@ from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.costs import Place, estimate
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
 from zmqtrain.session.hub_session import Solitude
-from zmqtrain.synchronous.exchanges import check_shards, open_gradients, read_exchange, unit_wait_seconds
+from zmqtrain.synchronous.exchanges import GradientAccess, check_shards, read_exchange, unit_wait_seconds
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.synchronous import Allreduce, Server, Synchronous
 from zmqtrain.transport.address import parse_addresses
@@ -309,7 +308,6 @@ def _train(
     from zmqtrain.train.gradients import GradientLoop, GradientOptions
     from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.step import LoopHooks
-    from zmqtrain.train.sync import DelayedSync
 
     lockstep, wait_seconds = config.lockstep, unit_wait_seconds(node.settings)
     coming = node.batches(program) if lockstep is None else node.batches_as_they_come(program, wait_seconds)
@@ -317,15 +315,14 @@ def _train(
     slow = induced.compute_delays(node.name)
     node.message_delay = induced.message_delays(node.name) if induced.message_sigma else None
     hooks = LoopHooks(stop=interruption, before_step=lambda: time.sleep(slow()))
-    make_sync = partial(DelayedSync, anchor=config.anchor)
     try:
         if lockstep is None:
-            return TrainingLoop(program, node, hooks, make_sync).run(batches)
+            return TrainingLoop(program, node, hooks, config.anchor).run(batches)
         options = GradientOptions(lockstep.bucket_bytes)
         if isinstance(lockstep, Allreduce):
             options = GradientOptions(lockstep.bucket_bytes, lockstep.overlap, lockstep.check_steps)
-        gradients = partial(open_gradients, lockstep, node, access.credentials)
-        return GradientLoop(program, node, gradients, options, hooks, make_sync).run(batches)
+        gradients = GradientAccess(lockstep, node, access.credentials)
+        return GradientLoop(program, node, gradients, options, hooks, config.anchor).run(batches)
     except ModelMismatch as error:
         raise ModelMismatch(
             f"{error}. The run's model was made from the program arguments (and the data) that its first node had, or "

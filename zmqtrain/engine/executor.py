@@ -25,13 +25,6 @@ from zmqtrain.core.errors import ConfigError, EngineError, EngineTimeout
 from zmqtrain.engine.graph import Graph, Operation, Span, State, Variable, chrome_trace, write_trace
 
 
-class OnComplete(Protocol):
-    """What an operation of `push_async` calls when it has ended, once, from any thread."""
-
-    def __call__(self, error: BaseException | None = None, value: Any = None) -> None:
-        """Say that the operation has ended: with this error, or with this value for its first changed variable."""
-
-
 class Request(Protocol):
     """A request in flight, as a communicator's non-blocking calls return it."""
 
@@ -43,14 +36,14 @@ class Request(Protocol):
 
 
 class Completion:
-    """The `on_complete` of one operation: the first call finishes it."""
+    """What an operation of `push_async` calls when it has ended, once, from any thread: with an error, or with a value
+    for its first changed variable. The first call counts."""
 
     def __init__(self, engine: Engine, operation: Operation) -> None:
         self._engine, self._operation = engine, operation
         self._once = threading.Lock()  # acquired by the first call, for good
 
     def __call__(self, error: object = None, value: Any = None) -> None:
-        """Record how the operation ended; only the first call counts."""
         if error is None or isinstance(error, BaseException):
             is_first = self.end(error, value)
         else:
@@ -67,7 +60,7 @@ class Completion:
         return True
 
 
-def end_with_request(begin: Callable[[], Request], on_complete: OnComplete) -> None:
+def end_with_request(begin: Callable[[], Request], on_complete: Completion) -> None:
     """Begin a request, and end the operation when it is over, as it ends."""
 
     def over(request: Request) -> None:
@@ -145,7 +138,7 @@ class Engine:
 
     def push_async(
         self,
-        fn: Callable[[OnComplete], Any],
+        fn: Callable[[Completion], Any],
         read: Iterable[Variable] = (),
         mutate: Iterable[Variable] = (),
         priority: float = 0,
@@ -250,7 +243,6 @@ class Engine:
         self.close(drop=error is not None)
 
     def read_value(self, variable: Variable) -> Any:
-        """Return a variable's value: see `Variable.value`."""
         operation = self._inside_now()
         if operation is None:
             with self._lock:
@@ -260,7 +252,6 @@ class Engine:
         return variable.held
 
     def write_value(self, variable: Variable, value: Any) -> None:
-        """Set a variable's value: see `Variable.value`."""
         operation = self._inside_now()
         if operation is None:
             with self._lock:
@@ -330,16 +321,13 @@ class Engine:
         ended = time.monotonic()
         if error is not None and not getattr(error, "__notes__", ()):
             error.add_note(f"in {operation.name}, an operation of {self.name}")
-        _kept = (
-            operation.work,
-            [variable.held for variable in operation.mutate[:1]],
-        )  # what it frees, outside of the lock
+        _kept = operation.work, [variable.held for variable in operation.mutate[:1]]  # what it frees, without the lock
         with self._lock:
             started = self._started.pop(operation)
             done = self._graph.finish(operation, error, value)
             if self._spans is not None:
                 self._spans.append(_span(operation, track, started, ended))
-            self._work.notify(self._graph.ready)
+            self._work.notify(len(self._graph.ready))
             self._wake(done)
 
     def _wake(self, done: Iterable[Operation]) -> None:
@@ -411,7 +399,7 @@ class Engine:
         for variable in variables:
             if not isinstance(variable, Variable):
                 raise EngineError(f"{variable!r} is no variable: make one with engine.variable(value)")
-            if not variable.belongs_to(self):
+            if variable.owner is not self:
                 raise EngineError(f"{variable.name} is a variable of another engine")
 
 

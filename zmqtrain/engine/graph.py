@@ -70,17 +70,15 @@ class Variable:
     name: for messages and traces.  version: how many operations that change it have run, and values were given to it.
     """
 
-    __slots__ = ("__weakref__", "_owner", "failure", "held", "name", "readers", "version", "writer")
+    __slots__ = ("__weakref__", "failure", "held", "name", "owner", "readers", "version", "writer")
 
     def __init__(self, owner: VariableOwner, value: Any, name: str) -> None:
-        self.name, self.version = name, 0
-        self.held = value
+        self.owner, self.held, self.name, self.version = owner, value, name, 0
         self.failure: Failure | None = None
         self.writer: Operation | None = None
         """The last operation pushed that changes it, while that is not done."""
         self.readers: dict[Operation, None] = {}
         """The operations pushed since then that read it and are not done, in order."""
-        self._owner = owner
 
     @property
     def value(self) -> Any:
@@ -90,55 +88,38 @@ class Variable:
 
         Raise EngineError where this does not hold.
         """
-        return self._owner.read_value(self)
+        return self.owner.read_value(self)
 
     @value.setter
     def value(self, value: Any) -> None:
-        self._owner.write_value(self, value)
-
-    def belongs_to(self, owner: VariableOwner) -> bool:
-        """Tell whether this is a variable of that engine."""
-        return self._owner is owner
+        self.owner.write_value(self, value)
 
     def __repr__(self) -> str:
         return f"<variable {self.name}, version {self.version}{', failed' if self.failure else ''}>"
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Operation:
     """One pushed piece of work. read, mutate: each variable once, and in `mutate` only if it is in both.
 
-    after: the numbers of the operations that it had to wait for when it was pushed.  work: never called here.
+    after: the numbers of the operations that it had to wait for when it was pushed.  holds: how many of them are not
+    done.  work: never called here.
     """
 
-    __slots__ = (
-        "after",
-        "category",
-        "failure",
-        "followers",
-        "holds",
-        "mutate",
-        "name",
-        "number",
-        "priority",
-        "read",
-        "state",
-        "work",
-    )
-
-    def __init__(
-        self, number: int, work: Any, read: tuple[Variable, ...], mutate: tuple[Variable, ...], priority: float
-    ) -> None:
-        self.number, self.work, self.read, self.mutate, self.priority = number, work, read, mutate, priority
-        self.name = self.category = ""
-        self.state = State.WAITING
-        self.after: tuple[int, ...] = ()
-        self.followers: list[Operation] = []
-        self.holds = 0
-        """How many of the operations that it waits for are not done."""
-        self.failure: Failure | None = None
+    number: int
+    work: Any
+    read: tuple[Variable, ...]
+    mutate: tuple[Variable, ...]
+    priority: float
+    name: str
+    category: str
+    state: State = State.WAITING
+    after: tuple[int, ...] = ()
+    followers: list[Operation] = field(default_factory=list)
+    holds: int = 0
+    failure: Failure | None = None
 
     def is_done(self) -> bool:
-        """Tell whether it has ended, or never will run."""
         return self.state is State.DONE
 
     def __lt__(self, other: Operation) -> bool:
@@ -154,20 +135,12 @@ class Graph:
     def __init__(self) -> None:
         self.unfinished: dict[int, Operation] = {}
         """By number, in the order of pushing."""
-        self._ready: list[Operation] = []
-        self._pushed = 0
+        self.ready: list[Operation] = []
+        """A heap of those that may be taken now."""
+        self.pushed = 0
+        """How many operations were pushed so far: the number of the next one."""
         self._failed: WeakSet[Variable] = WeakSet()
         self._untold: dict[int, Failure] = {}
-
-    @property
-    def pushed(self) -> int:
-        """How many operations were pushed so far: the number of the next one."""
-        return self._pushed
-
-    @property
-    def ready(self) -> int:
-        """How many operations may be taken now."""
-        return len(self._ready)
 
     def push(
         self,
@@ -183,9 +156,8 @@ class Graph:
         """
         changed = tuple(dict.fromkeys(mutate))
         seen = tuple(variable for variable in dict.fromkeys(read) if variable not in changed)
-        operation = Operation(self._pushed, work, seen, changed, priority)
-        operation.name, operation.category = name or f"operation {operation.number}", category
-        self._pushed += 1
+        operation = Operation(self.pushed, work, seen, changed, priority, name or f"operation {self.pushed}", category)
+        self.pushed += 1
         self.unfinished[operation.number] = operation
         before: dict[Operation, None] = {}
         for variable in seen:
@@ -208,9 +180,9 @@ class Graph:
 
     def take(self) -> Operation | None:
         """Return the operation to run next, which is running from now on; None if there is none that may run."""
-        if not self._ready:
+        if not self.ready:
             return None
-        operation = heappop(self._ready)
+        operation = heappop(self.ready)
         operation.state = State.RUNNING
         return operation
 
@@ -232,7 +204,7 @@ class Graph:
         """Give up all operations that do not run yet, and return them: they have failed with this error, of which
         nobody needs to be told but who asks for what they would have changed."""
         dropped = tuple(each for each in self.unfinished.values() if each.state is not State.RUNNING)
-        self._ready.clear()
+        self.ready.clear()
         for operation in dropped:
             operation.failure = Failure(operation.number, operation.name, error)
         for operation in self.unfinished.values():
@@ -324,7 +296,7 @@ class Graph:
                 freed += self._retire(operation)
             else:
                 operation.state = State.READY
-                heappush(self._ready, operation)
+                heappush(self.ready, operation)
         return skipped
 
 

@@ -7,6 +7,7 @@ A package adds programs by the entry points of the group "zmqtrain.programs": na
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -20,7 +21,6 @@ from zmqtrain.programs.arguments import (
     check_text,
     describe_arguments,
     parse_arguments,
-    read_arguments,
     read_source,
 )
 from zmqtrain.train.program import Program, missing_members
@@ -38,7 +38,7 @@ __all__ = [
 ENTRY_POINT_GROUP = "zmqtrain.programs"
 
 BUILT_IN = {"text": "zmqtrain.programs.text:TextProgram", "image": "zmqtrain.programs.image:ImageProgram"}
-CHECKS: dict[str, Callable[..., None]] = {"text": check_text, "image": check_image}
+CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"text": check_text, "image": check_image}
 
 
 def program_names() -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def program_arguments(name: str) -> dict[str, Any]:
 
     Raise ConfigError if there is no program of that name or it cannot be imported.
     """
-    return describe_arguments(_factory(name))
+    return describe_arguments(inspect.signature(_factory(name)))
 
 
 def program_source(name: str) -> FactorySource | None:
@@ -71,7 +71,7 @@ def check_program_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     ready = check_arguments(name, source.signature, arguments)
     if (check := CHECKS.get(name)) is not None:
         defaults = {key: one.default for key, one in source.signature.parameters.items()}
-        check(**(defaults | ready))
+        check(defaults | ready)
 
 
 def load_program(name: str, arguments: Mapping[str, Any] | None = None) -> Program:
@@ -81,7 +81,7 @@ def load_program(name: str, arguments: Mapping[str, Any] | None = None) -> Progr
     argument, and for an installed factory that gives no `Program`; DataError if the program's data cannot be read.
     """
     factory = _factory(name)
-    program = factory(**read_arguments(name, factory, arguments or {}))
+    program = factory(**check_arguments(name, inspect.signature(factory), arguments or {}))
     if missing := missing_members(program):
         raise ConfigError(
             f"program = {name!r}: {_described(factory)} gave a {type(program).__name__}, which is no program: it has "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import isfinite
@@ -52,26 +52,21 @@ def parse_arguments(text: str) -> dict[str, str]:
     return arguments
 
 
-def describe_arguments(factory: Callable[..., Any]) -> dict[str, Any]:
+def describe_arguments(signature: inspect.Signature) -> dict[str, Any]:
     """Return name -> default of every keyword argument of a factory, in its own order; `...` if it has no default."""
     return {
         name: ... if parameter.default is parameter.empty else parameter.default
-        for name, parameter in _keyword_parameters(inspect.signature(factory)).items()
+        for name, parameter in _keyword_parameters(signature).items()
     }
 
 
-def read_arguments(program: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def check_arguments(program: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments ready for `factory(**arguments)`: names checked, texts read as the type that is wanted.
 
     bool, int, float and str are checked (an int will do for a float, a text for any of them if it reads as one); an
     argument of another type is passed on as it came.  Raise ConfigError for an unknown name, a value of the wrong type
     and an argument that has no default and was not given.
     """
-    return check_arguments(program, inspect.signature(factory), arguments)
-
-
-def check_arguments(program: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `read_arguments` does, and raise what it raises, for a factory of this signature."""
     parameters = _keyword_parameters(signature)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     ready: dict[str, Any] = {}
@@ -265,47 +260,40 @@ OPTIMIZERS = ("adamw", "muon")
 MOST_RATE = 10**9
 
 
-def check_text(
-    *,
-    width: int,
-    layers: int,
-    heads: int,
-    context: int,
-    batch: int,
-    batches_per_unit: int,
-    inner_optimizer: str,
-    rate: float,
-    warmup: int,
-    weight_decay: float,
-    clip: float,
-    tied: bool,
-    seed: int,
-    **others: object,
-) -> None:
+SIZE, RATE, SEED = (1, MOST), (0, MOST_RATE), (0, MOST_SEED)
+TEXT_LIMITS: dict[str, tuple[float, int]] = {
+    **dict.fromkeys(("width", "layers", "heads", "context", "batch", "batches_per_unit"), SIZE),
+    **dict.fromkeys(("rate", "warmup", "weight_decay"), RATE),
+    "seed": SEED,
+    "clip": (1e-6, MOST),
+}
+IMAGE_LIMITS: dict[str, tuple[float, int]] = {
+    **dict.fromkeys(("width", "batch", "batches_per_unit"), SIZE),
+    **dict.fromkeys(("rate", "weight_decay"), RATE),
+    "seed": SEED,
+}
+"""By argument the least and the most."""
+
+
+def check_text(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming its place, for an argument of the text program that cannot be."""
-    sizes = {"width": width, "layers": layers, "heads": heads, "context": context, "batch": batch}
-    for name, value in (sizes | {"batches_per_unit": batches_per_unit}).items():
-        require_at_least(name, value, 1)
-    for name, rate_value in {"rate": rate, "warmup": warmup, "weight_decay": weight_decay}.items():
-        require_at_least(name, rate_value, 0, MOST_RATE)
-    require_at_least("seed", seed, 0, MOST_SEED)
+    _check_limits(arguments, TEXT_LIMITS)
+    width, layers, heads = (arguments[name] for name in ("width", "layers", "heads"))
     require_at_least("layers", layers, 1, 9999)
-    values = layers * (12 * width + 2) * width + (2 - tied) * BYTES * width + width
+    values = layers * (12 * width + 2) * width + (2 - arguments["tied"]) * BYTES * width + width
     require_trainable(values, f"width={width} and layers={layers}")
-    require_at_least("clip", clip, 1e-6)
-    require_choice("inner_optimizer", inner_optimizer, OPTIMIZERS)
+    require_choice("inner_optimizer", arguments["inner_optimizer"], OPTIMIZERS)
     if width % (2 * heads):
         raise ConfigError(
             f"{PLACE}.width must be a multiple of twice the heads (2 x {heads}, for the rotary positions), got {width}"
         )
 
 
-def check_image(
-    *, width: int, batch: int, batches_per_unit: int, rate: float, weight_decay: float, seed: int, **others: object
-) -> None:
+def check_image(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming its place, for an argument of the image program that cannot be."""
-    for name, value in {"width": width, "batch": batch, "batches_per_unit": batches_per_unit}.items():
-        require_at_least(name, value, 1)
-    for name, rate_value in {"rate": rate, "weight_decay": weight_decay}.items():
-        require_at_least(name, rate_value, 0, MOST_RATE)
-    require_at_least("seed", seed, 0, MOST_SEED)
+    _check_limits(arguments, IMAGE_LIMITS)
+
+
+def _check_limits(arguments: Mapping[str, Any], limits: Mapping[str, tuple[float, int]]) -> None:
+    for name, (least, most) in limits.items():
+        require_at_least(name, arguments[name], least, most)

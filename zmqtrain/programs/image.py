@@ -9,7 +9,7 @@ Rule 4: the last of the training images are set aside for `score`; no unit holds
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod, sqrt
 from typing import Any
@@ -64,7 +64,7 @@ class ImageProgram:
     samples_per_batch: int = field(init=False)
 
     def __post_init__(self) -> None:
-        check_image(**{one.name: getattr(self, one.name) for one in fields(self) if one.init})
+        check_image(vars(self))
         self._images = load_digits() if self.data == DIGITS else load_image_folder(self.data)
         pooled = prod((size + 3) // 4 for size in self._images.training_images.shape[1:])
         require_trainable((18 + 4 * pooled) * self.width * self.width, f"width={self.width} (and the images' size)")

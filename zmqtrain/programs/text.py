@@ -10,7 +10,7 @@ Source: Vaswani et al. 2017 (decoder only); RMSNorm: Zhang and Sennrich 2019; ro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from math import log, sqrt
 from typing import Any
@@ -76,7 +76,7 @@ class TextProgram:
     samples_per_batch: int = field(init=False)
 
     def __post_init__(self) -> None:
-        check_text(**{one.name: getattr(self, one.name) for one in fields(self) if one.init})
+        check_text(vars(self))
         self.samples_per_batch = self.batch * self.context
         self._text = load_text(None if self.data == STANDARD_LIBRARY else self.data)
         shortest = min(len(self._text.training), len(self._text.held_out))

@@ -104,7 +104,7 @@ def simulate(
     program: Program | None = None,
     initial_params: Any = None,
     watch: Callable[[Record], object] | None = None,
-    make_sync: Callable[..., DelayedSync] = DelayedSync,
+    make_sync: type[DelayedSync] = DelayedSync,
     record: Path | None = None,
 ) -> SimResult:
     """Simulate a run; one at a time in a process.
@@ -285,7 +285,7 @@ class _Simulation:
         program: Program,
         initial_params: Any,
         watch: Callable[[Record], object] | None,
-        make_sync: Callable[..., DelayedSync],
+        make_sync: type[DelayedSync],
         record: Path | None,
     ) -> None:
         self.make_sync, self.folder = make_sync, record
@@ -425,7 +425,7 @@ class _Simulation:
             self.steps[node.name, life] = number
 
         hooks = LoopHooks(lambda: self.scheduler.now >= node.leaves_at, watch, before_step, before_part)
-        loop = TrainingLoop(program, exchange, hooks, self.make_sync)
+        loop = TrainingLoop(program, exchange, hooks, sync=self.make_sync)
         batches = exchange.batches(program.batches)
         try:
             result = loop.run(islice(batches, node.steps) if node.steps else batches)

@@ -397,76 +397,67 @@ def unit_wait_seconds(settings: RunSettings) -> float:
     return settings.lost_seconds if settings.mode == "strict" else UNIT_WAIT_SECONDS
 
 
-def open_gradients(
-    choice: Synchronous, node: Node | ShardedNode, credentials: Credentials | None, model: ModelSpec, version: Version
-) -> GradientExchange:
-    """Return the way to the others of the node's run; waits for them.
-
-    model, version: of the run's parameters.  credentials: the broker's public key and this node's pair, None where
-    there are none.
-    Raises ConfigError if the run does not have the brokers that were asked for; what opening a communicator or a
-    client of the parameter server raises.
-    """
-    credentials = credentials or (None, None)
-    if isinstance(choice, Allreduce):
-        return _open_allreduce(choice, node, credentials)
-    return _open_server(choice, node, credentials, model, version)
-
-
-def _open_allreduce(choice: Allreduce, node: Node | ShardedNode, credentials: Credentials) -> AllreduceExchange:
-    size = choice.size or node.settings.start_nodes
-    if size == 1:
-        logger.warning(
-            "%s trains synchronously with nobody: a synchronous run has the nodes that it begins with. Start the "
-            "broker with --start-nodes, or say --exchange allreduce:size=4",
-            node.name,
-        )
-    try:
-        group = Communicator.create(
-            node.address,
-            size,
-            group=f"{node.run} gradients",
-            name=node.name,
-            server_key=credentials[0],
-            keys=credentials[1],
-            timeout_seconds=MEET_SECONDS,
-        )
-    except JoinRefused as refused:
-        raise JoinRefused(
-            f"{refused}. A synchronous run keeps the {size} nodes that it began with: for more, start a new run, its "
-            "broker with --start-nodes",
-            refused.reason,
-        ) from refused
-    logger.info("%s is rank %d of %d: %s", node.name, group.rank, size, ", ".join(group.names))
-    return AllreduceExchange(
-        group, choice.algorithm, codec=choice.codec or None, timeout_seconds=choice.timeout_seconds
-    )
-
-
-def _open_server(
-    choice: Server, node: Node | ShardedNode, credentials: Credentials, model: ModelSpec, version: Version
-) -> ServerExchange:
-    check_shards(choice, node.settings)
-
-    staleness = consistency_from_spec(choice.consistency).staleness
-    meetings = 0 if staleness is None else staleness + 2
-    return ServerExchange(
-        _ClientOpener(choice, node, credentials),
-        model,
-        version,
-        node.name,
-        meetings=meetings,
-        timeout_seconds=choice.timeout_seconds,
-    )
-
-
 @dataclass(frozen=True)
-class _ClientOpener:
-    choice: Server
+class GradientAccess:
+    """A node's way to the others of its run, to exchange gradients: a `GradientOpener`.
+
+    credentials: the broker's public key and this node's pair, None where there are none.
+    """
+
+    choice: Synchronous
     node: Node | ShardedNode
-    credentials: Credentials
+    credentials: Credentials = (None, None)
+
+    def open(self, model: ModelSpec, version: Version) -> GradientExchange:
+        """Return the exchange with the others; waits for them.
+
+        model, version: of the run's parameters.
+        Raises ConfigError if the run does not have the brokers that were asked for; what opening a communicator or a
+        client of the parameter server raises.
+        """
+        choice, node = self.choice, self.node
+        if isinstance(choice, Allreduce):
+            return self._open_allreduce(choice)
+        check_shards(choice, node.settings)
+        staleness = consistency_from_spec(choice.consistency).staleness
+        meetings = 0 if staleness is None else staleness + 2
+        return ServerExchange(
+            self, model, version, node.name, meetings=meetings, timeout_seconds=choice.timeout_seconds
+        )
+
+    def _open_allreduce(self, choice: Allreduce) -> AllreduceExchange:
+        node = self.node
+        size = choice.size or node.settings.start_nodes
+        if size == 1:
+            logger.warning(
+                "%s trains synchronously with nobody: a synchronous run has the nodes that it begins with. Start the "
+                "broker with --start-nodes, or say --exchange allreduce:size=4",
+                node.name,
+            )
+        try:
+            group = Communicator.create(
+                node.address,
+                size,
+                group=f"{node.run} gradients",
+                name=node.name,
+                server_key=self.credentials[0],
+                keys=self.credentials[1],
+                timeout_seconds=MEET_SECONDS,
+            )
+        except JoinRefused as refused:
+            raise JoinRefused(
+                f"{refused}. A synchronous run keeps the {size} nodes that it began with: for more, start a new run, "
+                "its broker with --start-nodes",
+                refused.reason,
+            ) from refused
+        logger.info("%s is rank %d of %d: %s", node.name, group.rank, size, ", ".join(group.names))
+        return AllreduceExchange(
+            group, choice.algorithm, codec=choice.codec or None, timeout_seconds=choice.timeout_seconds
+        )
 
     def open_client(self, reads_only: bool) -> ParameterClient:
+        """See ClientOpener."""
+        assert isinstance(self.choice, Server)
         return ParameterClient.connect(
             self.node.address,
             name=self.node.name,

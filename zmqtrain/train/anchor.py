@@ -1,18 +1,26 @@
-"""Where the anchor of a model lives, and the moves of the equation there; leaves that are spread over several devices.
+"""The moves of the one equation, and where the anchor of a model lives.
+
+    params = anchor + pending          pending(f) leaves for the hub, apply brings back what has been applied
 
     DeviceMoves    parameters on one device, and the anchor with them
     SpreadMoves    parameters over several devices, the anchor likewise
     HostMoves      the anchor on the host, parameters anywhere
 
-Rule 1: chosen once, when a node joins. No value differs: the anchor is the same, bit for bit, wherever it lives.
+Rule 1: chosen once, when a node joins. No value differs: the anchor is the same, bit for bit, wherever it lives. It is
+float32 whatever the parameters are, and is only ever added to, in version order: so it is the same on all nodes.
 Rule 2: an anchor on the host costs the devices two leaves' parts of a fragment at a time; what is offered is then on
 the host too.
+Rule 3: on a processor a fragment of a leaf moves block by block, because XLA gathers and scatters row after row, whose
+length is what divides the leaf (often 64 values), and puts the sum that it scatters aside first; a loop over the blocks
+reads each place once and writes it once, within a cache. On an accelerator a loop would be a launch for every block:
+there `Layout` gathers and scatters. The values are the same, bit for bit; which way is decided when a function is
+lowered, for the platform that it is lowered for. A leaf that is donated is written in its own memory: it is never cut.
 A *shard* is the part of a leaf that one device holds: a range along each axis. The fragment's blocks and the shard's
 runs of values cross in pieces; all of them begin and end at multiples of `grain` values, so that both the shard and the
 segment can be seen as rows of `grain` values, and each device moves rows.
-Rule 3: nothing is gathered: the compiled functions run on each device's shard alone (`shard_map`, no collective).
+Rule 4: nothing is gathered: the compiled functions run on each device's shard alone (`shard_map`, no collective).
 Any sharding is supported, and a mixture; the result has the sharding of the argument, with `donate` its memory too.
-Rule 4: a stack is a leaf's own memory: on each device the shard that is there, in the order of the devices' ids.
+Rule 5: a stack is a leaf's own memory: on each device the shard that is there, in the order of the devices' ids.
 Whatever its mesh and its axes, a leaf over the same devices has the same kind of stack: one compiled function takes
 leaves of all meshes.  A segment that lies in pieces becomes whole on the host only.
 """
@@ -28,18 +36,307 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from numpy.typing import NDArray
 
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.interfaces import Layout
 from zmqtrain.core.types import Array, ModelSpec
-from zmqtrain.train.step import Rebase, rebase_of
+
+AnchorOn = Literal["device", "host"]
+"""Where a node keeps the anchor: with its parameters, or in the memory of its processor."""
+
+Leaves = list[jax.Array]
+Segments = Mapping[int, Sequence[Array]]
+"""By fragment, the segments of the leaves that it touches."""
+
+Vector = NDArray[np.float32]
+Numbers = NDArray[np.int64]
+
+
+class Moves(Protocol):
+    """The moves of the one equation, for the model of one node. An anchor is what `place` gave or a move returned."""
+
+    def place(self, leaves: Sequence[Array]) -> list[Any]:
+        """Return an anchor of these values: a float32 copy of every leaf."""
+
+    def parameters(self, anchor: Sequence[Any]) -> Leaves:
+        """Return parameters of the anchor's values: in the dtypes, and on the devices, with which the node joined."""
+
+    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
+        """Return the anchor where these parameters are, should a step have moved them. Raises ModelMismatch."""
+
+    def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
+        """Compile all that an exchange needs, so that no exchange delays training. Nothing is moved."""
+
+    def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
+        """Return the elastic share of params - anchor of one fragment, or the `whole` of it: a flat float32 segment per
+        leaf."""
+
+    def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
+        """Return params + D(U) - D(u) and anchor + D(U). The anchor is used up."""
+
+    def adopt(self, params: Leaves, anchor: list[Any], new: Sequence[Array], own: Segments) -> tuple[Leaves, list[Any]]:
+        """Return new + (params - anchor - D(u)) and a copy of the new anchor: what is pending stays pending."""
+
+
+def moves_of(
+    layout: Layout, model: ModelSpec, leaves: Sequence[Any], *, donate: bool, elastic: float, anchor: AnchorOn
+) -> Moves:
+    """Return the moves for parameters that live where these leaves do.
+
+    donate: the caller's parameters may be used up.  elastic: the share of what is pending that is offered; under 1 each
+    node's parameters stay its own, and are pulled toward the others' (Zhang et al. 2015, Deep learning with elastic
+    averaging SGD, with both pulls in the one equation).
+    Raises ConfigError for another place than "device" or "host", ModelMismatch for a leaf that is spread over several
+    processes.
+    """
+    if anchor not in get_args(AnchorOn):
+        raise ConfigError(f"anchor must be one of {', '.join(map(repr, get_args(AnchorOn)))}, got {anchor!r}")
+    if anchor == "host":
+        return HostMoves(layout, model, leaves, donate, elastic)
+    if is_spread(leaves):
+        return SpreadMoves(layout, model, leaves, donate, elastic)
+    return _device_moves(layout, model, donate, elastic)
+
+
+def is_spread(leaves: Sequence[Any]) -> bool:
+    """Return whether these arrays live on more than one device, taken together."""
+    return len({device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.sharding.device_set}) > 1
+
+
+def _replaced(leaves: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
+    return [new.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+# ---------------------------------------------------------------------- on one device
+
+LARGEST_LOOPED = 2**31
+"""A leaf with more values than an index of 32 bits can count is gathered and scattered everywhere."""
+
+FEWEST_LOOPED = 3
+"""So few pieces of equal length are moved one by one, without a loop."""
+
+MODELS_KEPT, KERNELS_KEPT = 16, 4096
+"""So many models' moves are kept in one process, each compiled once, and so many jitted functions of spread leaves: a
+handful per fragment, or per leaf."""
+
+
+class DeviceMoves:
+    """The moves where one device holds everything: without state, so that all equal models share what is compiled."""
+
+    def __init__(self, layout: Layout, model: ModelSpec, donate: bool, elastic: float = 1.0) -> None:
+        self.layout, self.elastic = layout, elastic
+        self._dtypes = [jnp.dtype(spec.dtype) for spec in model]
+        used_up = (0, 1) if donate else (1,)
+        self._pending = jax.jit(self._take, static_argnums=(2, 3))
+        self._move = jax.jit(self._both, static_argnums=4, donate_argnums=used_up)
+        self._replace = jax.jit(self._adopt, donate_argnums=used_up)
+
+    def place(self, leaves: Sequence[Array]) -> list[Any]:
+        return [jnp.array(leaf, jnp.float32) for leaf in leaves]
+
+    def parameters(self, anchor: Sequence[Any]) -> Leaves:
+        return [jnp.array(leaf, dtype) for leaf, dtype in zip(anchor, self._dtypes, strict=True)]
+
+    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
+        if is_spread(params):
+            raise ModelMismatch(
+                "the parameters joined the run on one device and now lie on several: spread them (jax.device_put with "
+                "a sharding) before they are given to DelayedSync"
+            )
+        return anchor
+
+    def warm_up(self, params: Leaves, anchor: Leaves) -> None:
+        for fragment in range(self.layout.fragments):
+            ours, shared = self._touched(params, fragment), self._touched(anchor, fragment)
+            for share in {1.0, self.elastic}:
+                pending = self._pending.lower(ours, shared, fragment, share)
+                pending.compile()
+            segments = [
+                jax.ShapeDtypeStruct(segment.shape, segment.dtype, sharding=_tied_to(leaf))  # type: ignore[no-untyped-call]
+                for segment, leaf in zip(pending.out_info, ours, strict=True)
+            ]
+            for own in (segments, [None] * len(segments)):
+                self._move.lower(ours, shared, segments, own, fragment).compile()
+
+    def pending(self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False) -> list[jax.Array]:
+        share = 1.0 if whole else self.elastic
+        result: Leaves = self._pending(
+            self._touched(params, fragment), self._touched(anchor, fragment), fragment, share
+        )
+        return result
+
+    def apply(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
+        """See Moves. Fragment by fragment, and each by one compiled function, with an own part or without: whatever
+        mixture of fragments and own parts an update holds, nothing is compiled that was compiled before (a fragment of
+        109 leaves takes about a second). An own part that comes without an aggregate, as none does by itself, meets
+        zeros there.
+        """
+        for fragment in sorted({*aggregate, *own}):
+            shared, mine = ([*segments.get(fragment, ())] for segments in (aggregate, own))
+            forward, behind = self._move(
+                self._touched(params, fragment),
+                self._touched(anchor, fragment),
+                shared or [np.zeros(segment.shape, np.float32) for segment in mine],
+                mine or [None] * len(shared),
+                fragment,
+            )
+            touched = self.layout.leaves(fragment)
+            params = _replaced(params, dict(zip(touched, forward, strict=True)))
+            anchor = _replaced(anchor, dict(zip(touched, behind, strict=True)))
+        return list(params), anchor
+
+    def adopt(self, params: Leaves, anchor: Leaves, new: Sequence[Any], own: Segments) -> tuple[Leaves, Leaves]:
+        result: tuple[Leaves, Leaves] = self._replace(params, anchor, list(new), dict(own))
+        return result
+
+    def _touched(self, leaves: Leaves, fragment: int) -> Leaves:
+        return [leaves[i] for i in self.layout.leaves(fragment)]
+
+    def _take(self, params: Leaves, anchor: Leaves, fragment: int, share: float) -> list[jax.Array]:
+        each = zip(params, anchor, self.layout.leaves(fragment), strict=True)
+        pending = [ahead(self.layout, p, a, i, fragment) for p, a, i in each]
+        return pending if share == 1 else [share * segment for segment in pending]
+
+    def _both(
+        self, params: Leaves, anchor: Leaves, shared: Leaves, own: Sequence[jax.Array | None], fragment: int
+    ) -> tuple[Leaves, Leaves]:
+        each = zip(params, anchor, shared, own, self.layout.leaves(fragment), strict=True)
+        both = [moved(self.layout, p, a, ours, mine, i, fragment) for p, a, ours, mine, i in each]
+        return [p for p, _ in both], [a for _, a in both]
+
+    def _adopt(self, params: Leaves, anchor: Leaves, new: Leaves, own: Segments) -> tuple[Leaves, Leaves]:
+        pending = [p.astype(jnp.float32) - a for p, a in zip(params, anchor, strict=True)]
+        for fragment, parts in own.items():
+            for i, part in zip(self.layout.leaves(fragment), parts, strict=True):
+                pending[i] = self.layout.add(pending[i], i, fragment, -part)
+        adopted = [(n + rest).astype(p.dtype) for n, rest, p in zip(new, pending, params, strict=True)]
+        return adopted, [jnp.copy(n) for n in new]
+
+
+_device_moves = lru_cache(maxsize=MODELS_KEPT)(DeviceMoves)
+
+
+def _tied_to(leaf: Any) -> Any:
+    """Return the sharding of a leaf that its caller has tied to its device; None for any other."""
+    return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
+
+
+def ahead(layout: Layout, params: jax.Array, anchor: jax.Array, leaf: int, fragment: int) -> jax.Array:
+    """Return params - anchor of the fragment's part of one leaf: float32, flat."""
+
+    def at_once(params: jax.Array, anchor: jax.Array) -> Any:
+        return layout.take(params, leaf, fragment).astype(jnp.float32) - layout.take(anchor, leaf, fragment)
+
+    def by_blocks(params: jax.Array, anchor: jax.Array) -> Any:
+        flat = params.reshape(-1), anchor.reshape(-1)
+
+        def move(segment: jax.Array, length: int, start: Any, at: Any) -> jax.Array:
+            ours, shared = (lax.dynamic_slice(values, (start,), (length,)).astype(jnp.float32) for values in flat)
+            return lax.dynamic_update_slice(segment, ours - shared, (at,))
+
+        runs, count = _equal_runs(layout.spans(leaf, fragment))
+        segment = jnp.full(count, leaf, jnp.float32)  # each its own, or XLA makes one of a size, and copies of it
+        return _over(runs, segment, move)
+
+    result: jax.Array = _by_platform(layout, at_once, by_blocks, params, anchor)
+    return result
+
+
+def moved(
+    layout: Layout,
+    params: jax.Array,
+    anchor: jax.Array,
+    shared: jax.Array,
+    own: jax.Array | None,
+    leaf: int,
+    fragment: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return params + (shared - own) and anchor + shared, of one leaf. shared, own: its segments, flat float32.
+
+    own: None is nothing. Sums are made in the wider of the two dtypes and rounded to the leaf's.
+    """
+
+    def at_once(params: jax.Array, anchor: jax.Array, shared: jax.Array, own: jax.Array | None) -> Any:
+        step = shared if own is None else shared - own
+        return layout.add(params, leaf, fragment, step), layout.add(anchor, leaf, fragment, shared)
+
+    def by_blocks(params: jax.Array, anchor: jax.Array, shared: jax.Array, own: jax.Array | None) -> Any:
+        def move(both: tuple[jax.Array, jax.Array], length: int, start: Any, at: Any) -> tuple[jax.Array, ...]:
+            of_all = lax.dynamic_slice(shared, (at,), (length,))
+            of_others = of_all if own is None else of_all - lax.dynamic_slice(own, (at,), (length,))
+            new = []
+            for values, step in zip(both, (of_others, of_all), strict=True):
+                old = lax.dynamic_slice(values, (start,), (length,))
+                new.append(lax.dynamic_update_slice(values, (old + step).astype(values.dtype), (start,)))
+            return tuple(new)
+
+        runs, _ = _equal_runs(layout.spans(leaf, fragment))
+        both = _over(runs, (params.reshape(-1), anchor.reshape(-1)), move)
+        return both[0].reshape(params.shape), both[1].reshape(anchor.shape)
+
+    result: tuple[jax.Array, jax.Array] = _by_platform(layout, at_once, by_blocks, params, anchor, shared, own)
+    return result
+
+
+def _by_platform(layout: Layout, at_once: Any, by_blocks: Any, params: jax.Array, *others: Any) -> Any:
+    if layout.fragments == 1 or params.size >= LARGEST_LOOPED:
+        return at_once(params, *others)
+    return lax.platform_dependent(params, *others, cpu=by_blocks, default=at_once)
+
+
+class _Run(NamedTuple):
+    """Pieces of equal length, `apart` values from each other: where the first lies in the leaf, and in the segment."""
+
+    start: int
+    at: int
+    length: int
+    apart: int
+    pieces: int
+
+
+def _equal_runs(spans: Numbers) -> tuple[list[_Run], int]:
+    """Return the ranges of a flat leaf, (start, end) each, rising, as runs of equal ones; and all their values.
+
+    The loop before the short piece at the end: the other way round takes XLA twice the time, measured.
+    """
+    runs: list[_Run] = []
+    at = 0
+    for start, end in spans.tolist():
+        length = end - start
+        if runs and runs[-1].length == length:
+            last = runs[-1]
+            apart = start - last.start if last.pieces == 1 else last.apart
+            if start == last.start + last.pieces * apart:
+                runs[-1] = last._replace(apart=apart, pieces=last.pieces + 1)
+                at += length
+                continue
+        runs.append(_Run(start, at, length, 0, 1))
+        at += length
+    return runs, at
+
+
+def _over(runs: Sequence[_Run], state: Any, move: Any) -> Any:
+    """Return the state after move(state, length, start in the leaf, start in the segment) of every piece."""
+    for run in runs:
+
+        def one(number: Any, state: Any, run: _Run = run) -> Any:
+            return move(state, run.length, run.start + number * run.apart, run.at + number * run.length)
+
+        if run.pieces < FEWEST_LOOPED:
+            for number in range(run.pieces):
+                state = one(number, state)
+        else:
+            state = lax.fori_loop(0, run.pieces, one, state)
+    return state
+
+
+# ---------------------------------------------------------------------- over several devices
 
 Shard = tuple[tuple[int, int], ...]
 """Per axis of a leaf, the range (start, end) that one device holds."""
-
-Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -198,12 +495,8 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Shard, ...]:
     )
 
 
-def _slices(shard: Shard) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in shard)
-
-
 def stacked(leaf: jax.Array, group: Group) -> jax.Array:
-    """Return the stack of a leaf\'s shards; the leaf itself where there is but one device."""
+    """Return the stack of a leaf's shards; the leaf itself where there is but one device."""
     if len(group.devices) == 1:
         return leaf
     return group.stack({shard.device: shard.data for shard in leaf.addressable_shards})
@@ -217,6 +510,13 @@ def unstacked(stack: jax.Array, like: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
+def _place(shard: Shard, number: int, cut: Cut | None) -> tuple[Any, tuple[int, ...]]:
+    """Return where a shard's part of a segment lies in it, and its shape there. cut: None for a whole leaf."""
+    if cut is None:
+        return tuple(slice(*ends) for ends in shard), tuple(end - start for start, end in shard)
+    return cut.places[number], (cut.places[number].size, cut.grain)
+
+
 def segment_of(stack: jax.Array, leaf: jax.Array, cut: Cut | None) -> Any:
     """Return the segment that lies in pieces on the devices of a leaf, one piece of each distinct shard."""
     devices, shards = _devices_of(leaf.sharding), shards_of(leaf.sharding, leaf.shape)
@@ -226,43 +526,26 @@ def segment_of(stack: jax.Array, leaf: jax.Array, cut: Cut | None) -> Any:
     distinct = {shard: number for number, shard in reversed([*enumerate(shards)])}
     if len(distinct) == 1:
         return pieces[devices[0]]
-    if cut is None:
-        shapes = {shard: tuple(end - start for start, end in shard) for shard in distinct}
-        whole = [_Piece(pieces[devices[number]], _slices(s), shapes[s]) for s, number in distinct.items()]
-        return Segment(leaf.shape, whole)
-    rows = sum(cut.places[number].size for number in distinct.values())
-    return Segment(
-        (rows, cut.grain),
-        [
-            _Piece(pieces[devices[number]], cut.places[number], (cut.places[number].size, cut.grain))
-            for number in distinct.values()
-        ],
-    )
+    places = [_Piece(pieces[devices[number]], *_place(shard, number, cut)) for shard, number in distinct.items()]
+    return Segment(leaf.shape if cut is None else (sum(one.shape[0] for one in places), cut.grain), places)
 
 
 def pieces_of(segment: Array, leaf: jax.Array, cut: Cut | None) -> list[Array]:
     """Return what each device of a leaf is to be sent of a segment: equal shards the same, in the same memory."""
     shards = shards_of(leaf.sharding, leaf.shape)
+    seen_as = leaf.shape if cut is None else (-1, cut.grain)
     if len(set(shards)) == 1:
-        alike = segment.reshape(leaf.shape) if cut is None else segment.reshape(-1, cut.grain)
-        return [alike] * len(shards)
-    values, pieces = np.asarray(segment), {}
+        return [segment.reshape(seen_as)] * len(shards)
+    values, pieces = np.asarray(segment).reshape(seen_as), dict[Shard, Array]()
     for number, shard in enumerate(shards):
-        if shard in pieces:
-            continue
-        if cut is None:
-            pieces[shard] = values.reshape(leaf.shape)[_slices(shard)]
-        else:
-            pieces[shard] = np.zeros((cut.width, cut.grain), np.float32)
-            pieces[shard][: cut.places[number].size] = values.reshape(-1, cut.grain)[cut.places[number]]
+        if shard not in pieces:
+            where, shape = _place(shard, number, cut)
+            if cut is None:
+                pieces[shard] = values[where]
+            else:
+                pieces[shard] = np.zeros((cut.width, cut.grain), np.float32)
+                pieces[shard][: shape[0]] = values[where]
     return [pieces[shard] for shard in shards]
-
-
-Leaves = list[jax.Array]
-OneSegmentEach = Mapping[int, Array]
-
-COMPILED_KEPT = 4096
-"""So many jitted functions are kept, of all models of a process: a handful per fragment, or per leaf."""
 
 
 class Home(NamedTuple):
@@ -273,17 +556,22 @@ class Home(NamedTuple):
 
 
 class SpreadLeaves:
-    """The leaves of one model on their devices, whose homes may differ from leaf to leaf.
+    """Leaves whose homes may differ from leaf to leaf, and what each device does with its own shards of them.
 
-    Raises ModelMismatch, naming the leaf, for one of which another process holds a part.
+    leaves: those with which the node joined.  Raises ModelMismatch, naming the leaf, for one of which another process
+    holds a part.
     """
 
-    def __init__(self, layout: Layout, model: ModelSpec) -> None:
-        self.layout, self.model = layout, model
+    def __init__(self, layout: Layout, model: ModelSpec, leaves: Sequence[Any], donate: bool, elastic: float) -> None:
+        self.layout, self.model, self.donate, self.elastic = layout, model, donate, elastic
+        self._dtypes = [jnp.dtype(spec.dtype) for spec in model]
         self._cuts: dict[tuple[int, int, tuple[Shard, ...]], Cut] = {}
+        self._homes = self._homes_of([jnp.asarray(leaf) for leaf in leaves])
 
-    def homes(self, leaves: Leaves) -> list[Home]:
-        """Return where each leaf lives."""
+    def parameters(self, anchor: Sequence[Any]) -> Leaves:
+        return self._put([self._on_host(leaf) for leaf in anchor], self._homes, self._dtypes)
+
+    def _homes_of(self, leaves: Leaves) -> list[Home]:
         for leaf, spec in zip(leaves, self.model, strict=True):
             if not leaf.is_fully_addressable:
                 raise ModelMismatch(
@@ -293,7 +581,7 @@ class SpreadLeaves:
                 )
         return [Home(leaf.sharding, leaf.committed) for leaf in leaves]
 
-    def put(self, values: Sequence[Array], homes: Sequence[Home], dtypes: Sequence[Any]) -> Leaves:
+    def _put(self, values: Sequence[Array], homes: Sequence[Home], dtypes: Sequence[Any]) -> Leaves:
         """Return leaves of these values (numpy), of these dtypes, each device with its own part."""
         placed: Leaves = []
         for value, home, dtype in zip(values, homes, dtypes, strict=True):
@@ -301,7 +589,7 @@ class SpreadLeaves:
             placed.append(jax.device_put(own, home.sharding) if home.committed else jnp.asarray(own))
         return placed
 
-    def fetch(self, leaf: jax.Array) -> NDArray[np.float32]:
+    def _fetch(self, leaf: jax.Array) -> Vector:
         """Return a whole leaf on the host, in float32, joined there from what each device holds; nobody else's."""
         whole = np.empty(leaf.shape, np.float32)
         for shard in leaf.addressable_shards:
@@ -309,38 +597,41 @@ class SpreadLeaves:
                 whole[shard.index] = np.asarray(shard.data)
         return whole
 
-    def take(self, leaf: jax.Array, index: int, fragment: int) -> Any:
-        """Return the float32 segment that one leaf has in a fragment, as it is now."""
-        return self._segments(_taken, [leaf], [], [index], fragment)[0]
+    def _on_host(self, leaf: Array) -> Vector:
+        """Return a leaf on the host in float32: a copy of a jax array, for a view would defeat its donation."""
+        return self._fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf, np.float32)
 
-    def pending(self, params: Leaves, anchor: Leaves, fragment: int, share: float = 1.0) -> list[Any]:
-        """Return `share` times params - anchor of one fragment: a float32 segment per leaf that it touches.
-
-        A segment is a jax array where one device holds all of it (that one's own, where leaves are replicated), else a
-        `Segment`. The anchor lives where the parameters do.
-        """
-        touched = self.layout.leaves(fragment)
-        others = [stacked(anchor[i], group_of(anchor[i])) for i in touched]
-        return self._segments(_Ahead(share), [params[i] for i in touched], [others], touched, fragment)
-
-    def add(self, leaves: Sequence[jax.Array], step: OneSegmentEach, fragment: int, *, donate: bool) -> Leaves:
+    def _add(self, leaves: Leaves, step: Mapping[int, Array], fragment: int, donate: bool) -> Leaves:
         """Return the leaves with segments of one fragment added (numpy or jax): `step`, by the leaf's number.
 
         The sum is made in the wider of the two dtypes and rounded to the leaf's.  donate: the touched leaves' memory.
         """
         moving, pieces, cuts = self._meet(leaves, step, fragment)
-        moved = dict(zip(step, self._run(_added, moving, [pieces], cuts, donate=donate), strict=True))
-        return [moved.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return _replaced(leaves, dict(zip(step, self._run(_added, moving, [pieces], cuts, donate=donate), strict=True)))
 
-    def compile_add(self, leaves: Sequence[jax.Array], touched: Sequence[int], fragment: int, *, donate: bool) -> None:
-        """Compile what `add` needs to move these leaves together; nothing is moved."""
-        still = {}
-        for i in touched:
-            spans = self.layout.spans(i, fragment)
-            still[i] = np.zeros(int(np.sum(spans[:, 1] - spans[:, 0])), np.float32)
+    def _compile_add(self, leaves: Leaves, touched: Sequence[int], fragment: int, donate: bool) -> None:
+        """Compile what `_add` needs to move these leaves together; nothing is moved."""
+        spans = {i: self.layout.spans(i, fragment) for i in touched}
+        still = {i: np.zeros(int(np.sum(span[:, 1] - span[:, 0])), np.float32) for i, span in spans.items()}
         moving, pieces, cuts = self._meet(leaves, still, fragment)
         for compiled, arguments, _ in self._calls(_added, moving, [pieces], cuts, donate=donate):
             compiled.lower(*arguments).compile()
+
+    def _adopted(self, params: Leaves, anchor: Sequence[Any], new: Sequence[Array], own: Segments) -> Leaves:
+        """Return new + (params - anchor - D(u)): leaf by leaf, and by the host, where `new` is."""
+        adopted: Leaves = []
+        for i, (leaf, known, fresh) in enumerate(zip(params, anchor, new, strict=True)):
+            rest = self._fetch(jnp.asarray(leaf))
+            np.subtract(rest, self._on_host(known), out=rest)
+            for fragment, segments in own.items():
+                parts = dict(zip(self.layout.leaves(fragment), segments, strict=True))
+                if i in parts:
+                    self.layout.add(rest, i, fragment, -np.asarray(parts[i]))
+            np.add(rest, np.asarray(fresh, np.float32), out=rest)
+            if self.donate and isinstance(leaf, jax.Array):
+                leaf.delete()
+            adopted += self._put([rest], [self._homes[i]], [self._dtypes[i]])
+        return adopted
 
     # ------------------------------------------------------------------ what each device does
 
@@ -362,20 +653,20 @@ class SpreadLeaves:
         touched: Sequence[int],
         fragment: int,
     ) -> list[Any]:
+        """Return what the kernel makes of a fragment's part of each leaf: a jax array where one device holds all of it
+        (that one's own, where leaves are replicated), else a `Segment`."""
         cuts = [self._cut(leaf, i, fragment) for leaf, i in zip(leaves, touched, strict=True)]
         stacks = self._run(kernel, leaves, others, cuts, flat=True)
         return [segment_of(stack, leaf, cut) for stack, leaf, cut in zip(stacks, leaves, cuts, strict=True)]
 
     def _meet(
-        self, leaves: Sequence[jax.Array], step: OneSegmentEach, fragment: int
+        self, leaves: Leaves, step: Mapping[int, Array], fragment: int
     ) -> tuple[Leaves, list[Array], list[Cut | None]]:
         """Return the touched leaves, the stacks of what each device is sent for them, and their cuts."""
-        moving, pieces, cuts = [], [], []
-        for i, segment in step.items():
-            moving.append(leaves[i])
-            cuts.append(self._cut(leaves[i], i, fragment))
-            pieces.append(group_of(leaves[i]).send(pieces_of(segment, leaves[i], cuts[-1])))
-        return moving, pieces, cuts
+        moving = [leaves[i] for i in step]
+        cuts = [self._cut(leaves[i], i, fragment) for i in step]
+        each = zip(moving, step.values(), cuts, strict=True)
+        return moving, [group_of(leaf).send(pieces_of(segment, leaf, cut)) for leaf, segment, cut in each], cuts
 
     def _run(
         self,
@@ -417,13 +708,107 @@ class SpreadLeaves:
             rows = [None if cut is None else group.send(cut.rows) for cut in chosen]
             grains = tuple(None if cut is None else cut.grain for cut in chosen)
             scalars = tuple(tuple(stack.ndim == 0 for stack in operand) for operand in [stacks, *behind])
-            jitted = _jitted(kernel, group, grains, scalars, flat, donate)
-            yield jitted, (stacks, behind, rows), members
+            yield _jitted(kernel, group, grains, scalars, flat, donate), (stacks, behind, rows), members
 
 
-def is_spread(leaves: Sequence[Any]) -> bool:
-    """Return whether these arrays live on more than one device, taken together."""
-    return len({device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.sharding.device_set}) > 1
+class SpreadMoves(SpreadLeaves):
+    """The moves where parameters lie on several devices, each device with its own part of the anchor."""
+
+    def place(self, leaves: Sequence[Array]) -> list[Any]:
+        return self._put([self._on_host(leaf) for leaf in leaves], self._homes, [jnp.float32] * len(leaves))
+
+    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
+        homes, before = self._homes_of(params), self._homes
+        self._homes = homes
+        for i, (now, then) in enumerate(zip(homes, before, strict=True)):
+            if now != then:
+                anchor[i : i + 1] = self._put([self._fetch(anchor[i])], [now], [jnp.float32])
+        return anchor
+
+    def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
+        for fragment in range(self.layout.fragments):
+            touched = self.layout.leaves(fragment)
+            for whole in (True, False):
+                self.pending(params, anchor, fragment, whole=whole)
+            self._compile_add(anchor, touched, fragment, True)
+            self._compile_add(params, touched, fragment, self.donate)
+
+    def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
+        touched = self.layout.leaves(fragment)
+        others = [stacked(anchor[i], group_of(anchor[i])) for i in touched]
+        kernel = _Ahead(1.0 if whole else self.elastic)
+        return self._segments(kernel, [params[i] for i in touched], [others], touched, fragment)
+
+    def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
+        for fragment in sorted({*aggregate, *own}):
+            touched = self.layout.leaves(fragment)
+            if fragment in aggregate:
+                anchor = self._add(anchor, dict(zip(touched, aggregate[fragment], strict=True)), fragment, True)
+            step = dict(zip(touched, _step(aggregate, own, fragment), strict=True))
+            params = self._add(params, step, fragment, self.donate)
+        return params, anchor
+
+    def adopt(self, params: Leaves, anchor: list[Any], new: Sequence[Array], own: Segments) -> tuple[Leaves, list[Any]]:
+        adopted = self._adopted(params, anchor, new, own)
+        del anchor[:]
+        return adopted, self.place(new)
+
+
+class HostMoves(SpreadLeaves):
+    """The moves where the anchor is on the host, in numpy arrays that are written in place."""
+
+    def place(self, leaves: Sequence[Array]) -> list[Any]:
+        return [np.array(self._on_host(leaf), np.float32, order="C") for leaf in leaves]
+
+    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
+        self._homes = self._homes_of([jnp.asarray(leaf) for leaf in params])
+        return anchor
+
+    def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
+        params = [jnp.asarray(leaf) for leaf in params]
+        for fragment in range(self.layout.fragments):
+            self.pending(params, anchor, fragment)
+            for i in self.layout.leaves(fragment):
+                self._compile_add(params, [i], fragment, self.donate)
+
+    def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
+        """See Moves. The segments are numpy arrays; waits until they are here."""
+        segments: list[Array] = []
+        touched = self.layout.leaves(fragment)
+        coming = [self._take(params[i], i, fragment) for i in touched[:1]]
+        for number, i in enumerate(touched):
+            coming += [self._take(params[j], j, fragment) for j in touched[number + 1 : number + 2]]  # one ahead
+            segment = np.subtract(np.asarray(coming.pop(0)), self.layout.take(anchor[i], i, fragment))
+            segments.append(segment if whole or self.elastic == 1 else np.float32(self.elastic) * segment)
+        return segments
+
+    def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
+        for fragment in sorted({*aggregate, *own}):
+            touched = self.layout.leaves(fragment)
+            for i, shared in zip(touched, aggregate.get(fragment, ()), strict=fragment in aggregate):
+                self.layout.add(anchor[i], i, fragment, np.asarray(shared))
+            params = [jnp.asarray(leaf) for leaf in params]
+            for i, segment in zip(touched, _step(aggregate, own, fragment), strict=True):
+                params = self._add(params, {i: segment}, fragment, self.donate)
+                params[i].block_until_ready()  # or all that is sent would be on the device at once
+        return params, anchor
+
+    def adopt(self, params: Leaves, anchor: list[Any], new: Sequence[Array], own: Segments) -> tuple[Leaves, list[Any]]:
+        return self._adopted(params, anchor, new, own), self.place(new)
+
+    def _take(self, leaf: Array, index: int, fragment: int) -> Array:
+        leaf = jnp.asarray(leaf)
+        if self.layout.fragments == 1:
+            return self._fetch(leaf).reshape(-1)
+        return self._segments(_taken, [leaf], [], [index], fragment)[0]
+
+
+def _step(aggregate: Segments, own: Segments, fragment: int) -> Sequence[Array]:
+    if fragment not in own:
+        return aggregate[fragment]
+    if fragment not in aggregate:
+        return [-segment for segment in own[fragment]]
+    return [shared - mine for shared, mine in zip(aggregate[fragment], own[fragment], strict=True)]
 
 
 # ---------------------------------------------------------------------- kernels: one shard of one leaf, on its device
@@ -465,7 +850,7 @@ def _added(grain: int, rows: jax.Array | None, leaf: jax.Array, piece: jax.Array
     return values.at[rows].set(wanted, mode="drop", unique_indices=True, indices_are_sorted=True).reshape(leaf.shape)
 
 
-@lru_cache(maxsize=COMPILED_KEPT)
+@lru_cache(maxsize=KERNELS_KEPT)
 def _jitted(
     kernel: _Kernel,
     group: Group,
@@ -492,226 +877,3 @@ def _jitted(
             on_device, mesh=mesh_of(group.devices), in_specs=(first, others, rows), out_specs=made, check_vma=False
         )
     return jax.jit(function, donate_argnums=0 if donate else ())
-
-
-AnchorOn = Literal["device", "host"]
-"""Where a node keeps the anchor: with its parameters, or in the memory of its processor."""
-
-Segments = Mapping[int, Sequence[Array]]
-Vector = NDArray[np.float32]
-
-
-class Moves(Protocol):
-    """The moves of the one equation, for the model of one node. An anchor is what `place` gave or a move returned."""
-
-    def place(self, leaves: Sequence[Array]) -> list[Any]:
-        """Return an anchor of these values: a float32 copy of every leaf."""
-
-    def parameters(self, anchor: Sequence[Any]) -> Leaves:
-        """Return parameters of the anchor's values: in the dtypes, and on the devices, with which the node joined."""
-
-    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
-        """Return the anchor where these parameters are, should a step have moved them. Raises ModelMismatch."""
-
-    def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
-        """Compile all that an exchange needs. Both stay as they are."""
-
-    def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
-        """Return the elastic share of params - anchor of one fragment, or the `whole` of it: a segment per leaf."""
-
-    def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
-        """Return params + D(U) - D(u) and anchor + D(U). The anchor is used up."""
-
-    def adopt(self, params: Leaves, anchor: list[Any], new: Sequence[Array], own: Segments) -> tuple[Leaves, list[Any]]:
-        """Return new + (params - anchor - D(u)) and the new anchor: what is pending stays pending."""
-
-
-def moves_of(
-    layout: Layout, model: ModelSpec, leaves: Sequence[Any], *, donate: bool, elastic: float, anchor: AnchorOn
-) -> Moves:
-    """Return the moves for parameters that live where these leaves do.
-
-    donate: the caller's parameters may be used up.  Raises ConfigError for another place than "device" or "host",
-    ModelMismatch for a leaf that is spread over several processes.
-    """
-    if anchor not in get_args(AnchorOn):
-        raise ConfigError(f"anchor must be one of {', '.join(map(repr, get_args(AnchorOn)))}, got {anchor!r}")
-    if anchor == "host":
-        return HostMoves(layout, model, leaves, donate, elastic)
-    if is_spread(leaves):
-        return SpreadMoves(layout, model, leaves, donate, elastic)
-    return DeviceMoves(layout, model, donate, elastic)
-
-
-class DeviceMoves:
-    """The moves where one device holds everything: `Rebase`, which is compiled once for all equal models."""
-
-    def __init__(self, layout: Layout, model: ModelSpec, donate: bool, elastic: float) -> None:
-        self._dtypes = [jnp.dtype(spec.dtype) for spec in model]
-        rebase: Rebase = rebase_of(layout, donate, elastic)
-        self.warm_up, self.pending, self.apply, self.adopt = (
-            rebase.warm_up,
-            rebase.pending,
-            rebase.apply,
-            rebase.adopt,
-        )
-
-    def place(self, leaves: Sequence[Array]) -> list[Any]:
-        """See Moves."""
-        return [jnp.array(leaf, jnp.float32) for leaf in leaves]
-
-    def parameters(self, anchor: Sequence[Any]) -> Leaves:
-        """See Moves."""
-        return [jnp.array(leaf, dtype) for leaf, dtype in zip(anchor, self._dtypes, strict=True)]
-
-    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
-        """See Moves."""
-        if is_spread(params):
-            raise ModelMismatch(
-                "the parameters joined the run on one device and now lie on several: spread them (jax.device_put with "
-                "a sharding) before they are given to DelayedSync"
-            )
-        return anchor
-
-
-class _OverShards:
-    def __init__(self, layout: Layout, model: ModelSpec, leaves: Sequence[Any], donate: bool, elastic: float) -> None:
-        self.layout, self.donate, self.elastic = layout, donate, elastic
-        self._leaves = SpreadLeaves(layout, model)
-        self._dtypes = [jnp.dtype(spec.dtype) for spec in model]
-        self._homes = self._leaves.homes([jnp.asarray(leaf) for leaf in leaves])
-
-    def parameters(self, anchor: Sequence[Any]) -> Leaves:
-        """See Moves."""
-        return self._leaves.put([self._on_host(leaf) for leaf in anchor], self._homes, self._dtypes)
-
-    def _on_host(self, leaf: Array) -> Vector:
-        """Return a leaf on the host in float32: a copy of a jax array, for a view would defeat its donation."""
-        return self._leaves.fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf, np.float32)
-
-    def _add(self, leaves: Leaves, fragment: int, segments: Sequence[Array], donate: bool) -> Leaves:
-        step = dict(zip(self.layout.leaves(fragment), segments, strict=True))
-        return self._leaves.add(leaves, step, fragment, donate=donate)
-
-    def _adopted(self, params: Leaves, anchor: Sequence[Any], new: Sequence[Array], own: Segments) -> Leaves:
-        """Return new + (params - anchor - D(u)): leaf by leaf, and by the host, where `new` is."""
-        adopted: Leaves = []
-        for i, (leaf, known, fresh) in enumerate(zip(params, anchor, new, strict=True)):
-            rest = self._leaves.fetch(jnp.asarray(leaf))
-            np.subtract(rest, self._on_host(known), out=rest)
-            for fragment, segments in own.items():
-                parts = dict(zip(self.layout.leaves(fragment), segments, strict=True))
-                if i in parts:
-                    self.layout.add(rest, i, fragment, -np.asarray(parts[i]))
-            np.add(rest, np.asarray(fresh, np.float32), out=rest)
-            if self.donate and isinstance(leaf, jax.Array):
-                leaf.delete()
-            adopted += self._leaves.put([rest], [self._homes[i]], [self._dtypes[i]])
-        return adopted
-
-
-class SpreadMoves(_OverShards):
-    """The moves where parameters lie on several devices, each device with its own part of the anchor."""
-
-    def place(self, leaves: Sequence[Array]) -> list[Any]:
-        """See Moves."""
-        return self._leaves.put([self._on_host(leaf) for leaf in leaves], self._homes, [jnp.float32] * len(leaves))
-
-    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
-        """See Moves."""
-        homes = self._leaves.homes(params)
-        moved = [i for i, (now, then) in enumerate(zip(homes, self._homes, strict=True)) if now != then]
-        self._homes = homes
-        for i in moved:
-            anchor[i : i + 1] = self._leaves.put([self._leaves.fetch(anchor[i])], [homes[i]], [jnp.float32])
-        return anchor
-
-    def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
-        """See Moves."""
-        for fragment in range(self.layout.fragments):
-            touched = self.layout.leaves(fragment)
-            for share in {1.0, self.elastic}:
-                self._leaves.pending(params, anchor, fragment, share)
-            self._leaves.compile_add(anchor, touched, fragment, donate=True)
-            self._leaves.compile_add(params, touched, fragment, donate=self.donate)
-
-    def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
-        """See Moves."""
-        return self._leaves.pending(params, anchor, fragment, 1.0 if whole else self.elastic)
-
-    def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
-        """See Moves."""
-        for fragment in sorted({*aggregate, *own}):
-            if fragment in aggregate:
-                anchor = self._add(anchor, fragment, aggregate[fragment], True)
-            params = self._add(params, fragment, _step(aggregate, own, fragment), self.donate)
-        return params, anchor
-
-    def adopt(self, params: Leaves, anchor: list[Any], new: Sequence[Array], own: Segments) -> tuple[Leaves, list[Any]]:
-        """See Moves."""
-        adopted = self._adopted(params, anchor, new, own)
-        del anchor[:]
-        return adopted, self.place(new)
-
-
-class HostMoves(_OverShards):
-    """The moves where the anchor is on the host, in numpy arrays that are written in place."""
-
-    def place(self, leaves: Sequence[Array]) -> list[Any]:
-        """See Moves."""
-        return [np.array(self._on_host(leaf), np.float32, order="C") for leaf in leaves]
-
-    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
-        """See Moves."""
-        self._homes = self._leaves.homes([jnp.asarray(leaf) for leaf in params])
-        return anchor
-
-    def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
-        """See Moves."""
-        params = [jnp.asarray(leaf) for leaf in params]
-        for fragment in range(self.layout.fragments):
-            self.pending(params, anchor, fragment)
-            for i in self.layout.leaves(fragment):
-                self._leaves.compile_add(params, [i], fragment, donate=self.donate)
-
-    def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
-        """See Moves. The segments are numpy arrays; waits until they are here."""
-        segments: list[Array] = []
-        touched = self.layout.leaves(fragment)
-        coming = [self._take(params[i], i, fragment) for i in touched[:1]]
-        for number, i in enumerate(touched):
-            coming += [self._take(params[j], j, fragment) for j in touched[number + 1 : number + 2]]  # one ahead
-            segment = np.subtract(np.asarray(coming.pop(0)), self.layout.take(anchor[i], i, fragment))
-            segments.append(segment if whole or self.elastic == 1 else np.float32(self.elastic) * segment)
-        return segments
-
-    def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
-        """See Moves."""
-        for fragment in sorted({*aggregate, *own}):
-            touched = self.layout.leaves(fragment)
-            if fragment in aggregate:
-                for i, shared in zip(touched, aggregate[fragment], strict=True):
-                    self.layout.add(anchor[i], i, fragment, np.asarray(shared))
-            params = [jnp.asarray(leaf) for leaf in params]
-            for i, segment in zip(touched, _step(aggregate, own, fragment), strict=True):
-                params = self._leaves.add(params, {i: segment}, fragment, donate=self.donate)
-                params[i].block_until_ready()  # or all that is sent would be on the device at once
-        return params, anchor
-
-    def adopt(self, params: Leaves, anchor: list[Any], new: Sequence[Array], own: Segments) -> tuple[Leaves, list[Any]]:
-        """See Moves."""
-        return self._adopted(params, anchor, new, own), self.place(new)
-
-    def _take(self, leaf: Array, index: int, fragment: int) -> Array:
-        leaf = jnp.asarray(leaf)
-        if self.layout.fragments == 1:
-            return self._leaves.fetch(leaf).reshape(-1)
-        return self._leaves.take(leaf, index, fragment)
-
-
-def _step(aggregate: Segments, own: Segments, fragment: int) -> Sequence[Array]:
-    if fragment not in own:
-        return aggregate[fragment]
-    if fragment not in aggregate:
-        return [-segment for segment in own[fragment]]
-    return [shared - mine for shared, mine in zip(aggregate[fragment], own[fragment], strict=True)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zmqtrain.core.interfaces import Exchange
@@ -22,18 +23,19 @@ class _Offered(NamedTuple):
     """An offer in flight: the step at which it was made, its broker, and the work that it stands for."""
 
     step: int
-    shard: int
+    broker: int
     samples: int
     steps: int
 
 
+@dataclass
 class _Unsent:
     """The samples, the steps and their scores that no offer to one broker, in flight or landed, stands for."""
 
-    def __init__(self, plain: Sequence[Any] = (0, 0, (), ())) -> None:
-        self.samples, self.steps = plain[0], plain[1]
-        self.scores: list[Any] = list(plain[2])
-        self.last_scores: tuple[Any, ...] = tuple(plain[3])
+    samples: int = 0
+    steps: int = 0
+    scores: list[Any] = field(default_factory=list)
+    last_scores: Sequence[Any] = ()
 
     def to_plain(self) -> list[Any]:
         return [self.samples, self.steps, [*map(number_of, self.scores)], [*map(number_of, self.last_scores)]]
@@ -54,11 +56,6 @@ class ContributionTracker:
         self.ages: list[int] = []
         self._unsent = [_Unsent() for _ in range(shards)]
         self._offered: dict[int, _Offered] = {}
-
-    @property
-    def shards(self) -> int:
-        """How many brokers there are."""
-        return len(self._unsent)
 
     def made_steps(self, steps: int, samples: int) -> None:
         """Record steps; the change that they made is pending at each broker."""
@@ -84,18 +81,18 @@ class ContributionTracker:
         for sequence, offered in self._offered.items():
             self._offered[sequence] = offered._replace(samples=0, steps=0)
 
-    def unsent(self, shard: int) -> Counts:
+    def unsent(self, broker: int) -> Counts:
         """Return the work that the next offer to a broker stands for."""
-        unsent = self._unsent[shard]
+        unsent = self._unsent[broker]
         unsent.last_scores = tuple(unsent.scores) or unsent.last_scores  # a draining node makes no steps
-        return Counts(unsent.samples, unsent.steps, unsent.last_scores)
+        return Counts(unsent.samples, unsent.steps, tuple(unsent.last_scores))
 
-    def offered(self, sequence: int | None, shard: int) -> None:
+    def offered(self, sequence: int | None, broker: int) -> None:
         """Record that the work unsent to a broker went as this offer; None: it was refused, and stays unsent."""
-        unsent = self._unsent[shard]
+        unsent = self._unsent[broker]
         if sequence is not None:
             self.offers += 1
-            self._offered[sequence] = _Offered(self.step, shard, unsent.samples, unsent.steps)
+            self._offered[sequence] = _Offered(self.step, broker, unsent.samples, unsent.steps)
             unsent.samples = unsent.steps = 0
             unsent.scores.clear()
         del unsent.scores[:-SCORES_KEPT]
@@ -104,7 +101,7 @@ class ContributionTracker:
         """Make the work of withdrawn offers unsent again. in_flight: the offers that are not withdrawn."""
         for sequence in self._offered.keys() - set(in_flight):
             withdrawn = self._offered.pop(sequence)
-            unsent = self._unsent[withdrawn.shard]
+            unsent = self._unsent[withdrawn.broker]
             unsent.samples, unsent.steps = unsent.samples + withdrawn.samples, unsent.steps + withdrawn.steps
 
     def landed(self, sequences: Iterable[int]) -> None:
@@ -126,7 +123,7 @@ class ContributionTracker:
     def shard_of(self, sequence: int) -> int | None:
         """Return the broker to which an offer went; None for an unknown one."""
         offered = self._offered.get(sequence)
-        return None if offered is None else offered.shard
+        return None if offered is None else offered.broker
 
     def to_plain(self) -> dict[str, Any]:
         """Return all of it as JSON can hold it; waits for scores that a device still computes."""
@@ -141,12 +138,11 @@ class ContributionTracker:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ContributionTracker:
-        """Read what `to_plain` wrote."""
         tracker = cls(0)
         tracker.step, tracker.samples = int(plain["step"]), int(plain["samples"])
         tracker.offers, tracker.refused, tracker.applied = plain["counts"]
         tracker.ages = list(plain["ages"])
-        tracker._unsent = [_Unsent(one) for one in plain["unsaid"]]
+        tracker._unsent = [_Unsent(*one) for one in plain["unsaid"]]
         tracker._offered = {sequence: _Offered(*one) for sequence, *one in plain["offered"]}
         return tracker
 
@@ -185,12 +181,10 @@ class SyncSchedule:
         return self._exchange.schedule()[:2] if settings.is_planned else (settings.every, settings.delay)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
         now = [self._planned_at, self._offer_at, self._every, self.delay]
         return {"plan": now, "schedule": list(self._schedule)}
 
     def restore(self, plain: Mapping[str, Any]) -> None:
-        """Take over what `to_plain` wrote."""
         self._planned_at, self._offer_at, self._every, self.delay = plain["plan"]
         self._schedule = (plain["schedule"][0], plain["schedule"][1])
 

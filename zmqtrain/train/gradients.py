@@ -10,7 +10,11 @@ Rule 3: nothing is decided by time: who has no data takes part with weight 0, an
 that they never will have any more.
 Rule 4: a step is completed or repeated: if a process is lost during one, those that have completed it give the others
 their state; if nobody has, the others repeat it with their own gradients.
-Source: synchronous SGD with large minibatches, Goyal et al. 2017; Li et al. 2020, PyTorch Distributed.
+Rule 5: gradients travel in buckets, each one flat array. A bucket holds whole leaves; one that is larger than a bucket
+should be has one for itself. Last layers first: their gradients are ready first, and a bucket's exchange begins while
+the next one is still copied from the device.
+Source: synchronous SGD with large minibatches, Goyal et al. 2017; gradient bucketing, Li et al. 2020, PyTorch
+Distributed, sec. 3.2.3.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +38,9 @@ import optax
 from zmqtrain.core.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
 from zmqtrain.core.interfaces import Exchange, GradientExchange
 from zmqtrain.core.types import Array, ModelSpec, Turn, Version
-from zmqtrain.train.apart import begin
-from zmqtrain.train.buckets import Buckets
-from zmqtrain.train.leaves import host_leaves, host_state, placed_like
-from zmqtrain.train.loop import TrainingResult
+from zmqtrain.train.anchor import AnchorOn
+from zmqtrain.train.leaves import host_leaves, placed_like
+from zmqtrain.train.loop import TrainingResult, begin
 from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import COMPILED_KEPT, NO_HOOKS, Gradient, LoopHooks, MinibatchStep, TrainState, describe_model
@@ -49,6 +53,7 @@ STOP_SECONDS = 5.0
 """Who was asked to stop waits so long for the others to be asked too; then it leaves them."""
 ALONE_SECONDS = 10.0
 """So long a process that was asked to stop waits for the run to take its parameters, which takes all processes."""
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -74,24 +79,30 @@ class GradientOptions:
 DEFAULTS = GradientOptions()
 
 
+class GradientOpener(Protocol):
+    """How a node comes to the others of its run, to exchange gradients."""
+
+    def open(self, model: ModelSpec, version: Version) -> GradientExchange:
+        """Open the exchange, once the node has joined the run, for its model, at the version of its parameters."""
+
+
 class GradientLoop:
     """Trains a Program synchronously with the other nodes of its run, until the data of all has ended.
 
-    open_gradients: opens the exchange with the others, once this node has joined the run, for its model, at the version
-    of its parameters; the loop closes it.  make_sync: as for `TrainingLoop`.
+    gradients: opens the exchange with the others; the loop closes it.  anchor: as for `TrainingLoop`.
     """
 
     def __init__(
         self,
         program: Program,
         exchange: Exchange,
-        open_gradients: Callable[[ModelSpec, Version], GradientExchange],
+        gradients: GradientOpener,
         options: GradientOptions = DEFAULTS,
         hooks: LoopHooks = NO_HOOKS,
-        make_sync: Callable[..., DelayedSync] = DelayedSync,
+        anchor: AnchorOn = "device",
     ) -> None:
-        self.program, self.exchange, self.open_gradients = program, exchange, open_gradients
-        self.options, self.hooks, self.make_sync = options, hooks, make_sync
+        self.program, self.exchange, self.gradients = program, exchange, gradients
+        self.options, self.hooks, self.anchor = options, hooks, anchor
         settings = exchange.settings
         if settings.initial == "own" or settings.elastic < 1:
             raise ConfigError(
@@ -118,8 +129,8 @@ class GradientLoop:
         on all processes (what they have learnt is in the run, as the mean of all).
         """
         began = self.exchange.clock.monotonic()
-        sync, state = begin(self.program, self.exchange, self.local, self.hooks.stop, self.make_sync)
-        gradients = self.open_gradients(describe_model(state.params), sync.version)
+        sync, state = begin(self.exchange, self.local, self.anchor)
+        gradients = self.gradients.open(describe_model(state.params), sync.version)
         try:
             process = _SynchronousRun(self, sync, gradients, state, _Coming(batches, self.hooks))
             del state
@@ -182,13 +193,50 @@ class _Coming:
         raise StopIteration
 
 
+class Buckets:
+    """The buckets of one model. leaves: by bucket the numbers of its leaves, falling.
+
+    bucket_bytes: of float32, that a bucket has at most unless one leaf has more.  Raises ConfigError if it is not
+    positive.
+    """
+
+    def __init__(self, model: ModelSpec, bucket_bytes: int = BUCKET_BYTES) -> None:
+        if bucket_bytes < 1:
+            raise ConfigError(f"a bucket has at least one byte, got {bucket_bytes}")
+        self.model, self.leaves, held = model, list[list[int]](), 0
+        for number in reversed(range(len(model))):
+            size = FLOAT_BYTES * model[number].values
+            if not self.leaves or held + size > bucket_bytes:
+                self.leaves.append([])
+                held = 0
+            self.leaves[-1].append(number)
+            held += size
+
+    def zeros(self) -> list[Array]:
+        """Return all buckets filled with zeros, on the host."""
+        return [np.zeros(sum(self.model[leaf].values for leaf in bucket), np.float32) for bucket in self.leaves]
+
+    def join(self, leaves: Sequence[Array]) -> list[jax.Array]:
+        """Return the buckets of a model's leaves: one flat float32 array each (may be traced by jax)."""
+        return [
+            jnp.concatenate([leaves[leaf].reshape(-1).astype(jnp.float32) for leaf in bucket]) for bucket in self.leaves
+        ]
+
+    def split(self, buckets: Sequence[Array]) -> list[Array]:
+        """Return the leaves that are in the buckets, float32 in their shapes (numpy, jax, or traced by jax)."""
+        leaves: list[Array] = [None] * len(self.model)
+        for numbers, flat in zip(self.leaves, buckets, strict=True):
+            ends = accumulate(self.model[leaf].values for leaf in numbers)
+            for leaf, end in zip(numbers, ends, strict=True):
+                leaves[leaf] = flat[end - self.model[leaf].values : end].reshape(self.model[leaf].shape)
+        return leaves
+
+
 class _Functions:
     """What is compiled for one model and one optimizer."""
 
-    def __init__(
-        self, model: ModelSpec, bucket_bytes: int, optimizer: Callable[[], optax.GradientTransformation]
-    ) -> None:
-        self.buckets, self.optimizer = Buckets(model, bucket_bytes), optimizer()
+    def __init__(self, model: ModelSpec, bucket_bytes: int, optimizer: optax.GradientTransformation) -> None:
+        self.buckets, self.optimizer = Buckets(model, bucket_bytes), optimizer
         self.add = jax.jit(lambda one, other: jax.tree.map(jnp.add, one, other), donate_argnums=0)
         self.share = jax.jit(self._share)
         self.step = jax.jit(self._step, donate_argnums=0)
@@ -211,7 +259,9 @@ class _Functions:
         return jax.tree.unflatten(tree, new)
 
 
-_functions = lru_cache(maxsize=COMPILED_KEPT)(_Functions)
+@lru_cache(maxsize=COMPILED_KEPT)
+def _functions(model: ModelSpec, bucket_bytes: int, optimizer_of: Callable[[], Any]) -> _Functions:
+    return _Functions(model, bucket_bytes, optimizer_of())
 
 
 class _SynchronousRun:
@@ -386,7 +436,7 @@ class _SynchronousRun:
 
     def _align(self) -> None:
         """Take the state of the process that has made most steps; at the very beginning, of the first process."""
-        step, arrays = self.gradients.align(self.steps if self._in_step else -1, lambda: host_state(self._shared()))
+        step, arrays = self.gradients.align(self.steps if self._in_step else -1, lambda: host_leaves(self._shared()))
         if arrays is not None:
             self._adopt(arrays)
         if self._in_step and step > self.steps:  # what this process had drawn is in that step
@@ -397,6 +447,6 @@ class _SynchronousRun:
         return self.state.params if self.gradients.gives_weights else self.state
 
     def _adopt(self, arrays: Sequence[Array]) -> None:
-        self.moved |= any((new != old).any() for new, old in zip(arrays, host_state(self._shared()), strict=True))
+        self.moved |= any((new != old).any() for new, old in zip(arrays, host_leaves(self._shared()), strict=True))
         adopted = placed_like(self._shared(), arrays)
         self.state = self.state._replace(params=adopted) if self.gradients.gives_weights else adopted

@@ -33,6 +33,7 @@ class DataParallel:
         self.program, self.devices = program, tuple(jax.local_devices() if devices is None else devices)
         self.name, self.sample_word = program.name, program.sample_word
         self.samples_per_batch, self.units_per_epoch = program.samples_per_batch, program.units_per_epoch
+        self.evaluate = program.evaluate
         if (score := getattr(program, "score", None)) is not None:
             self.score = score
         mesh = Mesh(np.array(self.devices), (AXIS,))
@@ -62,10 +63,6 @@ class DataParallel:
     def batches(self, unit: int) -> Iterator[Batch]:
         """Return the program's batches of that unit, each device with its part of them."""
         return (jax.device_put(batch, self._homes(batch)) for batch in self.program.batches(unit))
-
-    def evaluate(self, params: Params) -> dict[str, float]:
-        """Return the program's scores."""
-        return self.program.evaluate(params)
 
     def _homes(self, batch: Batch) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
@@ -129,25 +126,12 @@ class CorruptedProgram:
         self.program, self.kind, self.seed = program, kind, seed
         self.name, self.sample_word = program.name, program.sample_word
         self.samples_per_batch, self.units_per_epoch = program.samples_per_batch, program.units_per_epoch
+        self.init, self.loss, self.optimizer, self.evaluate = (
+            program.init, program.loss, program.optimizer, program.evaluate,
+        )  # fmt: skip
         training, _, held_out = str(getattr(program, "data_digests", "")).partition("/")
         self.data_digests = f"{training} {kind}/{held_out}" if training else ""
         self._mean_loss: Callable[[Params], jax.Array] | None = None
-
-    def init(self, seed: int) -> Params:
-        """Return the clean program's fresh parameters."""
-        return self.program.init(seed)
-
-    def loss(self, params: Params, batch: Batch) -> jax.Array:
-        """Return the clean program's loss."""
-        return self.program.loss(params, batch)
-
-    def optimizer(self) -> optax.GradientTransformation:
-        """Return the clean program's optimizer."""
-        return self.program.optimizer()
-
-    def evaluate(self, params: Params) -> dict[str, float]:
-        """Return the clean program's scores on clean held-out data."""
-        return self.program.evaluate(params)
 
     def batches(self, unit: int) -> Iterator[Batch]:
         """Return the corrupted batches of a data unit; as many, and of the same shapes, as the clean ones."""

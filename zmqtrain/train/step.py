@@ -1,17 +1,8 @@
-"""The jitted halves of a step: the local one of the program, and the two that the exchange needs; and what it takes.
-
-    params = anchor + pending          pending(f) leaves for the hub, rebase brings back what has been applied
+"""The jitted step of a program: gradients of as many batches as the run says, one optimizer update; what that takes.
 
 Rule 1: pure functions of arrays; no exchange, and no clock but the one that a timed step is given.
-Rule 2: the anchor is float32 whatever the parameters are, and is only ever added to, in version order: so it is the
-same on all nodes, bit for bit.
-Rule 3: a step is one update of the optimizer, of any number of gradients.
-Rule 4: on a processor a fragment of a leaf moves block by block, because XLA gathers and scatters row after row, whose
-length is what divides the leaf (often 64 values), and puts the sum that it scatters aside first; a loop over the blocks
-reads each place once and writes it once, within a cache. On an accelerator a loop would be a launch for every block:
-there `Layout` gathers and scatters. The values are the same, bit for bit; which way is decided when a function is
-lowered, for the platform that it is lowered for. A leaf that is donated is written in its own memory: it is never cut.
-Rule 5: `measure_footprint` traces shapes and compiles functions, and computes nothing; what it cannot know is 0.
+Rule 2: a step is one update of the optimizer, of any number of gradients.
+Rule 3: `measure_footprint` traces shapes and compiles functions, and computes nothing; what it cannot know is 0.
 """
 
 from __future__ import annotations
@@ -19,7 +10,7 @@ from __future__ import annotations
 import reprlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -29,147 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import NamedSharding, Sharding
 
 from zmqtrain.core.errors import ConfigError, ModelMismatch
-from zmqtrain.core.interfaces import Clock, Layout
+from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.types import LeafSpec, ModelSpec
 from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
 from zmqtrain.train.program import Program
 
-LARGEST_LOOPED = 2**31
-"""A leaf with more values than an index of 32 bits can count is gathered and scattered everywhere."""
-
-FEWEST_LOOPED = 3
-"""So few pieces of equal length are moved one by one, without a loop."""
-
-
-class _Run(NamedTuple):
-    """Pieces of equal length, `apart` values from each other: where the first lies in the leaf, and in the segment."""
-
-    start: int
-    at: int
-    length: int
-    apart: int
-    pieces: int
-
-
-def ahead(layout: Layout, params: jax.Array, anchor: jax.Array, leaf: int, fragment: int) -> jax.Array:
-    """Return params - anchor of the fragment's part of one leaf: float32, flat."""
-
-    def at_once(params: jax.Array, anchor: jax.Array) -> jax.Array:
-        ours: jax.Array = layout.take(params, leaf, fragment).astype(jnp.float32)
-        shared: jax.Array = layout.take(anchor, leaf, fragment)
-        return ours - shared
-
-    def by_blocks(params: jax.Array, anchor: jax.Array) -> jax.Array:
-        segment = jnp.full(count, leaf, jnp.float32)  # each its own, or XLA makes one of a size, and copies of it
-        flat = params.reshape(-1), anchor.reshape(-1)
-        for run in runs:
-
-            def move(segment: jax.Array, start: Any, at: Any, length: int = run.length) -> jax.Array:
-                ours, shared = (lax.dynamic_slice(values, (start,), (length,)).astype(jnp.float32) for values in flat)
-                return lax.dynamic_update_slice(segment, ours - shared, (at,))
-
-            segment = _over(run, segment, move)
-        return segment
-
-    if layout.fragments == 1 or params.size >= LARGEST_LOOPED:
-        return at_once(params, anchor)
-    runs, count = _runs(layout.spans(leaf, fragment))
-    result: jax.Array = lax.platform_dependent(params, anchor, cpu=by_blocks, default=at_once)
-    return result
-
-
-def moved(
-    layout: Layout,
-    params: jax.Array,
-    anchor: jax.Array,
-    shared: jax.Array,
-    own: jax.Array | None,
-    leaf: int,
-    fragment: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Return params + (shared - own) and anchor + shared, of one leaf. shared, own: its segments, flat float32.
-
-    own: None is nothing. Sums are made in the wider of the two dtypes and rounded to the leaf's.
-    """
-
-    def at_once(
-        params: jax.Array, anchor: jax.Array, shared: jax.Array, own: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        step = shared if own is None else shared - own
-        return layout.add(params, leaf, fragment, step), layout.add(anchor, leaf, fragment, shared)
-
-    def by_blocks(
-        params: jax.Array, anchor: jax.Array, shared: jax.Array, own: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        both = params.reshape(-1), anchor.reshape(-1)
-        for run in runs:
-
-            def move(
-                both: tuple[jax.Array, jax.Array], start: Any, at: Any, length: int = run.length
-            ) -> tuple[jax.Array, jax.Array]:
-                of_all = lax.dynamic_slice(shared, (at,), (length,))
-                of_others = of_all if own is None else of_all - lax.dynamic_slice(own, (at,), (length,))
-                new = []
-                for values, step in zip(both, (of_others, of_all), strict=True):
-                    old = lax.dynamic_slice(values, (start,), (length,))
-                    new.append(lax.dynamic_update_slice(values, (old + step).astype(values.dtype), (start,)))
-                return new[0], new[1]
-
-            both = _over(run, both, move)
-        return both[0].reshape(params.shape), both[1].reshape(anchor.shape)
-
-    if layout.fragments == 1 or params.size >= LARGEST_LOOPED:
-        return at_once(params, anchor, shared, own)
-    runs, _ = _runs(layout.spans(leaf, fragment))
-    result: tuple[jax.Array, jax.Array] = lax.platform_dependent(
-        params, anchor, shared, own, cpu=by_blocks, default=at_once
-    )
-    return result
-
-
-def _runs(spans: Any) -> tuple[list[_Run], int]:
-    """Return the ranges of a flat leaf, (start, end) each, rising, as runs of equal ones; and all their values.
-
-    The loop before the short piece at the end: the other way round takes XLA twice the time, measured.
-    """
-    runs: list[_Run] = []
-    at = 0
-    for start, end in np.asarray(spans).tolist():
-        length = end - start
-        if runs and runs[-1].length == length:
-            last = runs[-1]
-            apart = start - last.start if last.pieces == 1 else last.apart
-            if start == last.start + last.pieces * apart:
-                runs[-1] = last._replace(apart=apart, pieces=last.pieces + 1)
-                at += length
-                continue
-        runs.append(_Run(start, at, length, 0, 1))
-        at += length
-    return runs, at
-
-
-def _over(run: _Run, state: Any, move: Any) -> Any:
-    """Return the state after move(state, start in the leaf, start in the segment) of every piece of a run."""
-
-    def one(number: Any, state: Any) -> Any:
-        return move(state, run.start + number * run.apart, run.at + number * run.length)
-
-    if run.pieces < FEWEST_LOOPED:
-        for number in range(run.pieces):
-            state = one(number, state)
-        return state
-    return lax.fori_loop(0, run.pieces, one, state)
-
-
 COMPILED_KEPT = 16
-"""What is compiled is kept for so many programs, and so many layouts, of one process."""
-
-Leaves = list[jax.Array]
-Segments = Mapping[int, Sequence[jax.Array]]
+"""What is compiled is kept for so many programs of one process."""
 
 
 def describe_model(params: Any) -> ModelSpec:
@@ -265,35 +125,6 @@ def _functions(loss: Callable[..., jax.Array], optimizer_of: Callable[[], optax.
     return _Functions(optimizer, donating[0], jax.jit(first), donating[1], donating[2])
 
 
-class LocalStep:
-    """A program's own step, as it would train alone: one gradient, one optimizer update, the old buffers donated.
-
-    Steps of one loss and one optimizer (the program's very methods) are compiled once for all who make them.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self._functions = _functions(program.loss, program.optimizer)
-
-    def init(self, seed: int) -> TrainState:
-        """Return fresh parameters and optimizer state."""
-        params = self.program.init(seed)
-        return TrainState(params, self._functions.optimizer.init(params))
-
-    def compile(self, state: TrainState, batch: Any) -> int:
-        """Compile the step, so that a node that joins can train at once. Return the bytes it works in.
-
-        state: stays as it is; shapes and dtypes alone (`jax.ShapeDtypeStruct`) will do.  The bytes are those of a
-        device while it makes a step, besides the state and the batch: activations, gradients; 0 if it does not say.
-        """
-        return _working_bytes(self._functions.one.lower(state, batch).compile())
-
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
-        """Take one batch; return the new state and the loss before it (a device scalar). `state` is used up."""
-        result: tuple[TrainState, jax.Array] = self._functions.one(state, batch)
-        return result
-
-
 def _shape_at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
@@ -326,13 +157,20 @@ class MinibatchStep:
     """A program's own step of as many gradients as the run's `minibatch` says, and one optimizer update.
 
     A *part* is what one gradient is taken of: a batch, or (timed) one of the equal parts of a batch. All parts hold
-    as many samples, so the mean of their gradients is the gradient of all their samples. Of one batch, it is
-    `LocalStep`'s very step.
+    as many samples, so the mean of their gradients is the gradient of all their samples. Of one batch, it is the step
+    that the program would make alone: one gradient, one optimizer update, the old buffers donated.
+    Steps of one loss and one optimizer (the program's very methods) are compiled once for all who make them.
     Raises ConfigError: batches that cannot be cut into as many equal parts.
     Source: Anytime Minibatch, Ferdinand et al. 2019; Async-Timed, Al-Lawati et al., JSAIT 2021.
     """
 
-    def __init__(self, program: Program, minibatch: Minibatch, clock: Clock, hooks: LoopHooks = NO_HOOKS) -> None:
+    def __init__(
+        self,
+        program: Program,
+        minibatch: Minibatch = FixedMinibatch(),  # noqa: B008
+        clock: Clock = time,
+        hooks: LoopHooks = NO_HOOKS,
+    ) -> None:
         self.program, self.minibatch, self.clock, self.hooks = program, minibatch, clock, hooks
         self._partitions, self._most_parts, self._seconds = 1, inf, inf
         if isinstance(minibatch, FixedMinibatch):
@@ -346,16 +184,22 @@ class MinibatchStep:
                 f"be cut into {self._partitions} equal parts; change partitions, or the program's batch"
             )
         self._left: deque[Any] = deque()
-        self._local, self._functions = LocalStep(program), _functions(program.loss, program.optimizer)
+        self._functions = _functions(program.loss, program.optimizer)
 
     def init(self, seed: int) -> TrainState:
         """Return fresh parameters and optimizer state."""
-        return self._local.init(seed)
+        params = self.program.init(seed)
+        return TrainState(params, self._functions.optimizer.init(params))
 
     def compile(self, state: TrainState, batch: Any) -> int:
-        """Compile the step: see `LocalStep.compile`. The sum of several gradients is not among its bytes."""
+        """Compile the step, so that a node that joins can train at once. Return the bytes it works in.
+
+        state: stays as it is; shapes and dtypes alone (`jax.ShapeDtypeStruct`) will do.  The bytes are those of a
+        device while it makes a step, besides the state and the batch: activations, gradients, but not the sum of
+        several gradients; 0 if it does not say.
+        """
         if self._most_parts == 1:
-            return self._local.compile(state, batch)
+            return _working_bytes(self._functions.one.lower(state, batch).compile())
         first, then, total = self._compile_parts(state, batch)
         last = self._functions.finish.lower(state, total, np.float32(2)).compile()
         return max(_working_bytes(compiled) for compiled in (first, then, last))
@@ -389,7 +233,7 @@ class MinibatchStep:
                 return None
             self.hooks.before_step()
             self.hooks.before_part()
-            return *self._local.step(state, part), self._part_samples
+            return *self._functions.one(state, part), self._part_samples
         gradient = self.gradient(state.params, batches)
         if gradient is None:
             return None
@@ -449,111 +293,6 @@ class MinibatchStep:
         return [jax.tree.unflatten(tree, pieces) for pieces in zip(*cut, strict=True)]
 
 
-class Rebase:
-    """The moves of the one equation on the device, for one model.
-
-    donate: the caller's parameters may be used up.  elastic: the share of what is pending that is offered; under 1 each
-    node's parameters stay its own, and are pulled toward the others' (Zhang et al. 2015, Deep learning with elastic
-    averaging SGD, with both pulls in the one equation).
-    """
-
-    def __init__(self, layout: Layout, donate: bool, elastic: float = 1.0) -> None:
-        self.layout, self.elastic = layout, elastic
-        self._pending = jax.jit(self._take, static_argnums=(2, 3))
-        self._move = jax.jit(self._both, static_argnums=4, donate_argnums=(0, 1) if donate else (1,))
-        self._replace = jax.jit(self._adopt, donate_argnums=(0, 1) if donate else (1,))
-
-    def warm_up(self, params: Leaves, anchor: Leaves) -> None:
-        """Compile all that an exchange needs, so that no exchange delays training. Nothing is moved."""
-        for fragment in range(self.layout.fragments):
-            touched = self.layout.leaves(fragment)
-            ours, shared = ([leaves[i] for i in touched] for leaves in (params, anchor))
-            for share in {1.0, self.elastic}:
-                pending = self._pending.lower(ours, shared, fragment, share)
-                pending.compile()
-            segments = [
-                _shape_at(segment, _tied_to(leaf)) for segment, leaf in zip(pending.out_info, ours, strict=True)
-            ]
-            for own in (segments, [None] * len(touched)):
-                self._move.lower(ours, shared, segments, own, fragment).compile()
-
-    def pending(self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False) -> list[jax.Array]:
-        """Return params - anchor of one fragment, or the elastic share of it: one flat float32 array per leaf.
-
-        whole: all of it, also where nodes are elastic.
-        """
-        touched, share = self.layout.leaves(fragment), 1.0 if whole else self.elastic
-        result: Leaves = self._pending([params[i] for i in touched], [anchor[i] for i in touched], fragment, share)
-        return result
-
-    def apply(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
-        """Return params + D(U) - D(u) and anchor + D(U). The anchor's buffers are used up.
-
-        Fragment by fragment, and each by one compiled function, with an own part or without: whatever mixture of
-        fragments and own parts an update holds, nothing is compiled that was compiled before (a fragment of 109 leaves
-        takes about a second). An own part that comes without an aggregate, as none does by itself, meets zeros there.
-        """
-        for fragment in sorted({*aggregate, *own}):
-            touched = self.layout.leaves(fragment)
-            shared, mine = ([*segments.get(fragment, ())] for segments in (aggregate, own))
-            forward, behind = self._move(
-                [params[i] for i in touched],
-                [anchor[i] for i in touched],
-                shared or [np.zeros(segment.shape, np.float32) for segment in mine],
-                mine or [None] * len(touched),
-                fragment,
-            )
-            params, anchor = self._placed(params, forward, touched), self._placed(anchor, behind, touched)
-        return list(params), anchor
-
-    @staticmethod
-    def _placed(leaves: Leaves, moved: Leaves, touched: Sequence[int]) -> Leaves:
-        new = dict(zip(touched, moved, strict=True))
-        return [new.get(i, leaf) for i, leaf in enumerate(leaves)]
-
-    def adopt(self, params: Leaves, anchor: Leaves, new: Sequence[Any], own: Segments) -> tuple[Leaves, Leaves]:
-        """Return new + (params - anchor - D(u)) and a copy of the new anchor: what is pending stays pending."""
-        result: tuple[Leaves, Leaves] = self._replace(params, anchor, list(new), dict(own))
-        return result
-
-    def _take(self, params: Leaves, anchor: Leaves, fragment: int, share: float) -> list[jax.Array]:
-        pending = [
-            ahead(self.layout, p, a, i, fragment)
-            for p, a, i in zip(params, anchor, self.layout.leaves(fragment), strict=True)
-        ]
-        return pending if share == 1 else [share * segment for segment in pending]
-
-    def _shift(self, params: Leaves, segments: Segments, sign: float) -> Leaves:
-        moved = [leaf.astype(jnp.float32) for leaf in params]
-        for fragment, parts in segments.items():
-            for i, part in zip(self.layout.leaves(fragment), parts, strict=True):
-                moved[i] = self.layout.add(moved[i], i, fragment, part if sign > 0 else -part)
-        return [leaf.astype(old.dtype) for leaf, old in zip(moved, params, strict=True)]
-
-    def _both(
-        self, params: Leaves, anchor: Leaves, shared: Leaves, own: Sequence[jax.Array | None], fragment: int
-    ) -> tuple[Leaves, Leaves]:
-        both = [
-            moved(self.layout, p, a, ours, mine, i, fragment)
-            for p, a, ours, mine, i in zip(params, anchor, shared, own, self.layout.leaves(fragment), strict=True)
-        ]
-        return [p for p, _ in both], [a for _, a in both]
-
-    def _adopt(self, params: Leaves, anchor: Leaves, new: Leaves, own: Segments) -> tuple[Leaves, Leaves]:
-        pending = self._shift([p.astype(jnp.float32) - a for p, a in zip(params, anchor, strict=True)], own, -1.0)
-        adopted = [(n + rest).astype(p.dtype) for n, rest, p in zip(new, pending, params, strict=True)]
-        return adopted, [jnp.copy(n) for n in new]
-
-
-def _tied_to(leaf: Any) -> Any:
-    """Return the sharding of a leaf that its caller has tied to its device; None for any other."""
-    return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
-
-
-rebase_of = lru_cache(maxsize=COMPILED_KEPT)(Rebase)
-"""Return the `Rebase` of these arguments: it has no state, and is compiled once."""
-
-
 _UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
@@ -579,7 +318,7 @@ def measure_footprint(
         state = jax.eval_shape(lambda: step.init(seed))
     except _UNTRACEABLE:
         state = jax.eval_shape(lambda kept: kept, step.init(seed))
-    state = TrainState(*jax.tree.map(lambda leaf: _shape_of(leaf, sharding), tuple(state)))
+    state = TrainState(*jax.tree.map(lambda leaf: _shape_at(leaf, sharding), tuple(state)))
     model, gradients = describe_model(state.params), _bytes_of(state.params)
     working = step.compile(state, next(iter(program.batches(0))))
     return Footprint(model, _bytes_of(state.opt_state), max(0, working - gradients))
@@ -594,10 +333,6 @@ def card_bytes() -> int | None:
 def trains_on_processor() -> bool:
     """Return whether this process trains on the processor itself, for want of another device."""
     return jax.default_backend() == "cpu"
-
-
-def _shape_of(leaf: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
 
 def _bytes_of(tree: Any) -> int:

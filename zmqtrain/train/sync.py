@@ -26,8 +26,7 @@ from zmqtrain.core.types import Array, ModelSpec, Update, Version, number_of
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.contributions import ContributionTracker, Drain, SyncSchedule
 from zmqtrain.train.first_step import FirstStep
-from zmqtrain.train.keeping import pack_loop, unpack_loop
-from zmqtrain.train.leaves import whole_leaves
+from zmqtrain.train.leaves import kept_leaves, pack_trees, unpack_tree, whole_leaves
 from zmqtrain.train.seen import say_device
 from zmqtrain.train.step import describe_model
 
@@ -153,7 +152,8 @@ class DelayedSync:
         self._held: deque[float] = deque(maxlen=HELD_KEPT)  # of the newest exchanges
         self._score_before: Any = None
         self._recent: deque[Any] = deque(maxlen=self.settings.apart_steps)
-        self._resumed = self._untaken = False
+        self.resumed = self._untaken = False
+        """resumed: whether this node goes on from a checkpoint."""
         self._ended = ""  # by which call this node's part in the run is over
         self._keeps_last = False
         self._last: Any = None  # inside a `with` block: what the last step returned
@@ -188,11 +188,6 @@ class DelayedSync:
         """
         adoption, self._adoption = self._adoption, None
         return adoption
-
-    @property
-    def resumed(self) -> bool:
-        """Whether this node goes on from a checkpoint."""
-        return self._resumed
 
     @property
     def steps(self) -> int:
@@ -297,17 +292,20 @@ class DelayedSync:
         self._keeping.save(*pack_loop(params, anchor, state, self._tracker, self._schedule, adopted), wait)
 
     def _go_on_from(self, leaves: list[Any], facts: dict[str, Any], arrays: Mapping[str, Array]) -> None:
-        kept = unpack_loop(jax.tree.unflatten(self._tree, leaves), self.state, facts, arrays)
-        self._own, self._anchor, self.state = list(kept.own), self._moves.place(kept.anchor), kept.state
+        trees, params = facts["trees"], jax.tree.unflatten(self._tree, leaves)
+        self._own = jax.tree.leaves(unpack_tree(params, *kept_leaves("params", trees, arrays), "parameters"))
+        self._anchor = self._moves.place(kept_leaves("anchor", trees, arrays)[1])
+        what = "loop's state (its optimizer's, for one)"
+        self.state = unpack_tree(self.state, *kept_leaves("state", trees, arrays), what)
         self._adopted = False  # of an adoption that was not taken yet, the state is still that of before
-        self._adoption = Adoption(None) if kept.adopted else None
-        self._tracker = ContributionTracker.from_plain(kept.tracker)
-        self._schedule.restore(kept.schedule)
-        self._resumed = self._untaken = True
+        self._adoption = Adoption(None) if facts["adopted"] else None
+        self._tracker = ContributionTracker.from_plain(facts["account"])
+        self._schedule.restore(facts["rhythm"])
+        self.resumed = self._untaken = True
 
     def _tell_first_step(self, leaves: list[Any], score: Any, first_step: FirstStep) -> None:
         self._first_step = None
-        if isinstance(self.exchange, Describes) and not (self.steps or self._resumed):
+        if isinstance(self.exchange, Describes) and not (self.steps or self.resumed):
             self.exchange.describe(first_step=first_step.digest(leaves, score))
 
     def made_steps(self, steps: int, samples: int) -> None:
@@ -332,7 +330,7 @@ class DelayedSync:
         # the beginning; an empty round would only advance the outer momentum
         begun = self.exchange.state().founded and (self.steps or moved or self._own is not None)
         each, shards = self._each if begun else 0, range(self.settings.shards)
-        leaves = self._drain(leaves, [range(each * shard, each * (shard + 1)) for shard in shards], until)
+        leaves = self._drain(leaves, [range(each * broker, each * (broker + 1)) for broker in shards], until)
         while not all([self.exchange.everyone_drained(m) for m in shards]) and self._clock.monotonic() < until:
             self._clock.sleep(LANDING_LOOK_SECONDS)
             leaves = self._take_all(leaves, set())
@@ -433,20 +431,20 @@ class DelayedSync:
         """Offer one fragment to each broker, or all of them to the only one."""
         fragments = self.exchange.next_fragments()
         taken = sum(self._offer_fragment(leaves, fragment) is not None for fragment in fragments)
-        self._tracker.refused += (self._each if self.settings.carries_all else self._tracker.shards) - taken
+        self._tracker.refused += (self._each if self.settings.carries_all else self.settings.shards) - taken
         return self._apply_due(leaves) if taken and self._schedule.delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
         self._tracker.take_back(self.exchange.state().in_flight)
         self._anchor = self._moves.settle(leaves, self._anchor)
         segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
-        shard = fragment // self._each
-        sequence = self.exchange.offer(fragment, segments, self._tracker.unsent(shard), dense=dense)
-        self._tracker.offered(sequence, shard)
+        broker = fragment // self._each
+        sequence = self.exchange.offer(fragment, segments, self._tracker.unsent(broker), dense=dense)
+        self._tracker.offered(sequence, broker)
         return sequence
 
     def _apply_due(self, leaves: list[Any]) -> list[Any]:
-        while (update := self.exchange.peek()) is not None and self._is_due(update):
+        while (update := self.exchange.peek()) and self._tracker.is_due(update.landed, self._schedule.delay):
             taken = self.exchange.poll()
             assert taken is update
             leaves = self._apply(leaves, update)
@@ -469,9 +467,6 @@ class DelayedSync:
         if not self._tracker.is_old(sequence, self._schedule.delay):
             return False
         return strict or self._tracker.shard_of(sequence) not in self.exchange.state().unreachable
-
-    def _is_due(self, update: Update) -> bool:
-        return self._tracker.is_due(update.landed, self._schedule.delay)
 
     def _apply(self, leaves: list[Any], update: Update) -> list[Any]:
         self._anchor = self._moves.settle(leaves, self._anchor)
@@ -537,17 +532,17 @@ class DelayedSync:
             leaves = self._take_all(leaves, landed)
             now, state = self._clock.monotonic(), self.exchange.state()
             in_flight = {self._tracker.shard_of(sequence) for sequence in state.in_flight}
-            for shard, drain in list(left.items()):
-                if shard not in in_flight:
+            for broker, drain in list(left.items()):
+                if broker not in in_flight:
                     if (fragment := drain.next_fragment(landed)) is not None:
                         drain.offered(self._offer_fragment(leaves, fragment, dense=True), now)
-                elif shard not in state.unreachable:
+                elif broker not in state.unreachable:
                     drain.reached(now)
-                if not (drain.left or shard in in_flight):
-                    self.exchange.everyone_drained(shard)
-                    del left[shard]
+                if not (drain.left or broker in in_flight):
+                    self.exchange.everyone_drained(broker)
+                    del left[broker]
                 elif now >= until or drain.gives_up(now, self.settings.lost_seconds):
-                    del left[shard]
+                    del left[broker]
             if left:
                 self._clock.sleep(min(LANDING_LOOK_SECONDS, max(0.0, until - now)))
         return leaves
@@ -558,6 +553,19 @@ class DelayedSync:
             leaves = self._apply(leaves, update)
             landed.update(update.landed)
         return leaves
+
+
+def pack_loop(
+    params: Any, anchor: Any, state: Any, tracker: ContributionTracker, schedule: SyncSchedule, adopted: bool
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return what a checkpoint is to hold of a loop, as `Keeping.save` takes it: copies of all, on the host.
+
+    params, anchor: in the caller's tree.  adopted: whether `state` is of before parameters that were adopted.
+    Raises ModelMismatch for what is no array.
+    """
+    trees, arrays = pack_trees({"params": params, "anchor": anchor, "state": state})
+    facts = {"trees": trees, "account": tracker.to_plain(), "rhythm": schedule.to_plain(), "adopted": adopted}
+    return facts, arrays
 
 
 def _is_deleted(score: Any) -> bool:

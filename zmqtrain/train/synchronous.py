@@ -8,8 +8,8 @@ argument, itself a spec, takes all that follows ("allreduce:ring,codec=topk:dens
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
+from functools import reduce
 from typing import Any, Literal, get_args
 
 from zmqtrain.core.errors import ConfigError
@@ -47,7 +47,7 @@ class Allreduce:
     @property
     def name(self) -> str:
         """The canonical text."""
-        return _write("allreduce", self, _ALLREDUCE)
+        return _write("allreduce", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,49 +73,14 @@ class Server:
     @property
     def name(self) -> str:
         """The canonical text."""
-        return _write("server", self, _SERVER)
+        return _write("server", self)
 
 
 Synchronous = Allreduce | Server
+_KINDS: dict[str, type[Allreduce] | type[Server]] = {"allreduce": Allreduce, "server": Server}
 
-_Reader = Callable[[str], Any]
-
-
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise ValueError("a whole number")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("a number of seconds") from None
-
-
-def _bytes(text: str) -> int:
-    return parse_bytes(text, "bucket")
-
-
-# by argument as it is typed: the field, and how it is read; the first may go without its name, the last takes the rest
-_ALLREDUCE: dict[str, tuple[str, _Reader]] = {
-    "algorithm": ("algorithm", str),
-    "size": ("size", _whole),
-    "overlap": ("overlap", str),
-    "bucket": ("bucket_bytes", _bytes),
-    "check": ("check_steps", _whole),
-    "timeout": ("timeout_seconds", _seconds),
-    "codec": ("codec", str),
-}
-_SERVER: dict[str, tuple[str, _Reader]] = {
-    "consistency": ("consistency", str),
-    "shards": ("shards", _whole),
-    "workers": ("workers", _whole),
-    "bucket": ("bucket_bytes", _bytes),
-    "timeout": ("timeout_seconds", _seconds),
-    "optimizer": ("optimizer", str),
-}
+_UNITS = ("_bytes", "_steps", "_seconds")
+"""Ends of fields' names that their arguments do not have."""
 
 
 def synchronous_from_spec(text: str) -> Synchronous | None:
@@ -128,18 +93,22 @@ def synchronous_from_spec(text: str) -> Synchronous | None:
     name, colon, rest = text.partition(":")
     if text == "hub":
         return None
-    if name == "allreduce":
-        return Allreduce(**_read(text, rest, _ALLREDUCE) if colon else {})
-    if name == "server":
-        return Server(**_read(text, rest, _SERVER) if colon else {})
+    if (kind := _KINDS.get(name)) is not None:
+        return kind(**_read(rest, _arguments(kind)) if colon else {})
     raise ConfigError(
         f"there is no {name!r}; choose one of hub, allreduce:ring (or another algorithm) and server:bsp (or async, "
         f"bounded:s=3); written out: {Allreduce().name} or {Server().name}"
     )
 
 
-def _read(text: str, rest: str, readers: dict[str, tuple[str, _Reader]]) -> dict[str, Any]:
-    first, last = next(iter(readers)), next(reversed(readers))
+def _arguments(kind: type[Allreduce] | type[Server]) -> dict[str, Field[Any]]:
+    """Return the fields of a choice by the arguments as which they are typed, in their order."""
+    return {reduce(str.removesuffix, _UNITS, field.name): field for field in fields(kind)}
+
+
+def _read(rest: str, arguments: dict[str, Field[Any]]) -> dict[str, Any]:
+    """Return the values of a text's arguments; the first may go without its name, the last takes the rest."""
+    first, last = next(iter(arguments)), next(reversed(arguments))
     values: dict[str, Any] = {}
     while rest:
         argument, equals, value = rest.partition("=")
@@ -149,25 +118,36 @@ def _read(text: str, rest: str, readers: dict[str, tuple[str, _Reader]]) -> dict
             value, _, rest = value.partition(",")
         else:
             rest = ""
-        if argument not in readers:
-            raise ConfigError(f"there is no argument {argument!r}; choose of {', '.join(readers)}")
-        field, read = readers[argument]
-        if field in values:
+        if argument not in arguments:
+            raise ConfigError(f"there is no argument {argument!r}; choose of {', '.join(arguments)}")
+        field = arguments[argument]
+        if field.name in values:
             raise ConfigError(f"{argument} is given twice")
-        try:
-            values[field] = read(value)
-        except ValueError as error:
-            raise ConfigError(f"{argument} is {error}, got {value!r}") from None
+        values[field.name] = _value(argument, field, value)
     return values
 
 
-def _write(name: str, choice: Synchronous, readers: dict[str, tuple[str, _Reader]]) -> str:
-    assert [field for field, _ in readers.values()] == [field.name for field in fields(choice)]
+def _value(argument: str, field: Field[Any], text: str) -> Any:
+    if field.name.endswith("_bytes"):
+        return parse_bytes(text, argument)
+    if isinstance(field.default, float):
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{argument} is a number of seconds, got {text!r}") from None
+    if isinstance(field.default, int):
+        if not text.isascii() or not text.isdecimal():
+            raise ConfigError(f"{argument} is a whole number, got {text!r}")
+        return int(text)
+    return text
+
+
+def _write(name: str, choice: Synchronous) -> str:
     written = []
-    for argument, (field, read) in readers.items():
-        value = getattr(choice, field)
+    for argument, field in _arguments(type(choice)).items():
+        value = getattr(choice, field.name)
         text = f"{value:g}" if isinstance(value, float) else str(value)
-        written.append(f"{argument}={text}B" if read is _bytes else f"{argument}={text}")
+        written.append(f"{argument}={text}{'B' * field.name.endswith('_bytes')}")
     return f"{name}:{','.join(written)}"
 
 
