@@ -51,20 +51,6 @@ class _Post:
         """See Post."""
 
 
-class _Host:
-    """Nobody waits for the requests of a target."""
-
-    def explain(self, request: Request, waited_seconds: float) -> None:
-        """See Host."""
-
-    def cancel(self, request: Request) -> bool:
-        """See Host."""
-        return False
-
-    def check_may_wait(self) -> None:
-        """See Host."""
-
-
 RANKS = 3
 FLOAT = np.dtype(np.float32)
 
@@ -88,8 +74,8 @@ class _Rank:
             receiving = Receiving(ANY_SOURCE, tag)
             self._post(receiving, lambda r=receiving: self.group.matching.receive(r))
 
-    def _request(self) -> Request:
-        return Request(_Host(), "a call", 1.0, lambda: None)
+    def _request(self) -> Request[Any]:
+        return Request(self.group, "a call", 1.0)
 
     def _begin(self, text: str, phases: Iterator[Any]) -> None:
         self.group.begin(self._request(), text, phases, False, "sum")

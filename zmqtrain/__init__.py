@@ -14,8 +14,7 @@ from zmqtrain.core.types import VERSION as __version__
 
 if TYPE_CHECKING:
     from zmqtrain.broker.broker import Broker
-    from zmqtrain.collectives.communicator import Message
-    from zmqtrain.collectives.connect import Communicator
+    from zmqtrain.collectives.communicator import Communicator, Message
     from zmqtrain.collectives.group import Request, wait_all, wait_any
     from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Status
     from zmqtrain.engine.executor import Engine
@@ -66,7 +65,7 @@ _HOMES = {
     "connect": "zmqtrain.node.connect",
     "Node": "zmqtrain.node.node",
     "Broker": "zmqtrain.broker.broker",
-    "Communicator": "zmqtrain.collectives.connect",
+    "Communicator": "zmqtrain.collectives.communicator",
     "ANY_SOURCE": "zmqtrain.collectives.matching",
     "ANY_TAG": "zmqtrain.collectives.matching",
     "wait_all": "zmqtrain.collectives.group",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zmqtrain.collectives import calls
-from zmqtrain.collectives.connect import Communicator
+from zmqtrain.collectives.communicator import Communicator
 from zmqtrain.transport.memory_ports import MemoryPorts, memory_ports
 
 PATIENCE_SECONDS = 30.0

@@ -110,7 +110,7 @@ def test_a_close_ends_when_its_time_is_up_and_says_what_it_waited_for(
     ranks: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zmqtrain.collectives.group.EXPLAIN_SECONDS", 60.0)
-    monkeypatch.setattr("zmqtrain.collectives.communicator._GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("zmqtrain.collectives.group.GRACE_SECONDS", 60.0)
     first, _ = ranks(2).communicators
     request, other = first.isend(np.ones(LARGE), dest=1, tag=7), first.ibarrier()
     with caplog.at_level(logging.WARNING):

@@ -326,7 +326,7 @@ def test_a_rank_that_does_not_make_the_call_is_named_with_what_it_did_last(
     ranks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zmqtrain.collectives.group.EXPLAIN_SECONDS", 60.0)
-    monkeypatch.setattr("zmqtrain.collectives.communicator._GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("zmqtrain.collectives.group.GRACE_SECONDS", 60.0)
     group, begun, told = ranks(3), threading.Barrier(2), threading.Barrier(3)
 
     def part(comm: Any) -> Any:
@@ -355,7 +355,7 @@ def test_an_answer_to_an_earlier_question_says_nothing_of_what_a_rank_does_now(
     ranks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zmqtrain.collectives.group.EXPLAIN_SECONDS", 60.0)
-    group, told = ranks(3), queue.Queue[CollectiveTimeout]()
+    group, told = ranks(3), queue.SimpleQueue[CollectiveTimeout]()
     good(group.play(lambda comm: comm.barrier()))
     group.ports.hold(2, 0)
     request = group.communicators[0].iallreduce(np.ones(3), algorithm="ring")
@@ -371,7 +371,7 @@ def test_an_answer_to_an_earlier_question_says_nothing_of_what_a_rank_does_now(
     do(0, lambda: (mine.calls.ask(None), mine.settle()))
     do(2, lambda: None)  # it has said that it did a barrier last
     group.communicators[2].iallreduce(np.ones(3), algorithm="ring")
-    do(0, lambda: mine.explain(request, 0.1, told.put))
+    do(0, lambda: mine.explain(request, 0.1, told))
     for rank in (1, 2, 0):
         do(rank, lambda: None)
     group.ports.release(2, 0)

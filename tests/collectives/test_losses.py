@@ -11,6 +11,7 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 
+import zmqtrain as zt
 from zmqtrain.core.errors import CollectiveTimeout, LocalProtocolError, PeerLost
 
 Make = Callable[..., Any]
@@ -194,19 +195,19 @@ def test_who_has_agreed_when_its_time_is_up_goes_on_with_the_others(ranks: Make)
     assert [request.wait() for request in requests] == [2, 2]
 
 
-def test_a_probe_whose_time_is_up_when_its_rank_is_lost_says_so(ranks: Make) -> None:
+def test_a_probe_whose_time_is_up_when_its_rank_is_lost_says_so(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     group = ranks(2)
     comm = group.communicators[0]
-    cancel = comm.cancel
+    cancel = zt.Request.cancel
 
-    def late(request: Any) -> bool:
+    def late(request: zt.Request[Any]) -> bool:
         lost = comm.irecv(source=LOST)
         group.ports.kill(LOST)
         with pytest.raises(PeerLost):
             lost.wait()
         return cancel(request)
 
-    comm.cancel = late
+    monkeypatch.setattr(zt.Request, "cancel", late)
     with pytest.raises(PeerLost):
         comm.probe(source=LOST, timeout_seconds=0.05)
 

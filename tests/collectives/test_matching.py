@@ -111,7 +111,7 @@ def test_messages_are_matched_in_order_and_come_whole(program: list[Any]) -> Non
             assert finding.ended
             if finding.envelope is not None:
                 receiving = Receiving(source, tag)
-                net.machines[rank].receive_found(receiving, finding.envelope)
+                net.machines[rank].receive(receiving, finding.envelope)
                 posted.append((rank, receiving))
         look()
     while any(net.deliver(*pair) for pair in net.queues):

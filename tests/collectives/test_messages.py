@@ -158,7 +158,7 @@ def test_a_send_that_a_probe_has_matched_cannot_be_taken_back(ranks: Make) -> No
 
 def test_a_receive_that_ran_out_of_time_takes_nothing_later(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zmqtrain.collectives.group.EXPLAIN_SECONDS", 60.0)
-    monkeypatch.setattr("zmqtrain.collectives.communicator._GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("zmqtrain.collectives.group.GRACE_SECONDS", 60.0)
 
     def part(comm: Any) -> Any:
         if comm.rank == 0:

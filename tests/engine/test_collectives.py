@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
-from zmqtrain.collectives.connect import Communicator
+from zmqtrain.collectives.communicator import Communicator
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.engine.graph import Variable
 from zmqtrain.transport.memory_ports import MemoryPorts, memory_ports

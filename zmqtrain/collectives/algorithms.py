@@ -19,14 +19,15 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.codecs.codec import Codec
 from zmqtrain.collectives.arrays import Tree
 from zmqtrain.collectives.reductions import Reduction, Values
 from zmqtrain.core.errors import CollectiveMismatch, ConfigError, LocalProtocolError
@@ -189,6 +190,13 @@ def _name(rank: int) -> str:
 LAST_CHUNK_BYTES = 256 << 10
 """The last chunk is halved while the halves are at least so large: 2 ms on 1 Gb/s."""
 
+CHUNKS_AHEAD = 8
+"""So many chunks a rank sends before it waits for the first one's result, where it holds copies of them or a hub does:
+what is held does not grow with the array."""
+
+
+# ---------------------------------------------------------------------- parts and how they go
+
 
 def share_bounds(values: int, shares: int) -> list[int]:
     """Return where equal shares of so many values begin and end: `shares` + 1 rising numbers; none is longer than
@@ -212,23 +220,79 @@ def dwindling(chunk: slice, least_values: int) -> Iterator[slice]:
     yield slice(start, stop)
 
 
-def round_the_ring(
+def _pieces(buffer: Values, chunk_values: int, start: int = 0, stop: int | None = None) -> list[Values]:
+    return [buffer[chunk] for chunk in chunks(start, buffer.size if stop is None else stop, chunk_values)]
+
+
+def _others(rank: int, size: int) -> list[int]:
+    """Return the other ranks, the next one first."""
+    return [(rank + distance) % size for distance in range(1, size)]
+
+
+def _send(to: int, parts: Iterable[Values]) -> Steps:
+    for part in parts:
+        yield Send(to, part)
+
+
+def _send_to_all(ranks: Iterable[int], part: Values) -> Steps:
+    for to in ranks:
+        yield Send(to, part)
+
+
+def _receive(source: int, parts: Iterable[Values]) -> Steps:
+    for part in parts:
+        yield Receive(source, part.size, part)
+
+
+def _combine(source: int, parts: Iterable[Values], op: Reduction, *, first: bool = True) -> Steps:
+    """Reduce received arrays into the parts, in place. first: the parts are the first operand."""
+    for part in parts:
+        lent = yield Receive(source, part.size)
+        assert lent is not None
+        op.combine(*((part, lent) if first else (lent, part)), part)
+
+
+def _combine_in_turn(sources: Iterable[int], part: Values, op: Reduction) -> Steps:
+    """Reduce into `part` what each of these ranks sends next, in turn; `part` is the first operand."""
+    for source in sources:
+        yield from _combine(source, (part,), op)
+
+
+def _ask(answerer: int, pieces: Sequence[Values]) -> Steps:
+    """Send pieces, and put the answers in their places, CHUNKS_AHEAD pieces behind."""
+    for index in range(len(pieces) + CHUNKS_AHEAD):
+        if index < len(pieces):
+            yield Send(answerer, pieces[index])
+        if index >= CHUNKS_AHEAD:
+            yield from _receive(answerer, (pieces[index - CHUNKS_AHEAD],))
+
+
+# ---------------------------------------------------------------------- round the ring, and by the owners of shares
+
+
+def ring(
     rank: int,
     size: int,
     buffer: Values,
-    bounds: Sequence[int],
+    op: Reduction | None,
     chunk_values: int,
+    bounds: Sequence[int] | None = None,
     *,
-    op: Reduction | None = None,
     spread: bool = True,
 ) -> Steps:
-    """Pass shares from each rank to the next: with `op` once round to be reduced, with `spread` once to be spread.
+    """Reduce shares on one way round the ring, spread them on the second: the fewest bytes, all ports busy both ways.
 
+    buffer: flat, of the same length on all ranks.  op: None leaves out the first way round: rank r has share r.
+    bounds: of the shares, equal ones if left out.  spread: False leaves out the second way round: rank r then has share
+    r, and partial results in the rest.
     In step s rank r receives share r - 2 - s (mod size) of rank r - 1, and what it receives in step s it sends in step
-    s + 1. In the first size - 1 steps (left out without `op`) own values are reduced into it, the owner is the last; in
-    the next size - 1 (left out without `spread`) it is final. A share j becomes, in this order,
-    ((x[j+1] op x[j+2]) op ...) op x[j], ranks modulo size.
+    s + 1. In the first size - 1 steps own values are reduced into it, the owner is the last; in the next size - 1 it is
+    final.
+    Order: share j is ((x[j+1] op x[j+2]) op ...) op x[j], ranks modulo size. Each way a rank sends (size - 1) / size of
+    a buffer, in size - 1 steps: size times the latency, hidden behind the bytes once there are enough of them.
+    Source: Patarasuk & Yuan 2009, sec. 3.
     """
+    bounds = bounds or share_bounds(buffer.size, size)
     first, last = (0 if op else size - 1), (2 * (size - 1) if spread else size - 1)
     before, after = (rank - 1) % size, (rank + 1) % size
 
@@ -246,115 +310,77 @@ def round_the_ring(
                 yield Receive(before, part.size, part)
             elif step >= first:
                 assert op is not None
-                lent = yield Receive(before, part.size)
-                assert lent is not None
-                op.combine(lent, part, part)
+                yield from _combine(before, (part,), op, first=False)
                 if step == size - 2:
                     op.finish(part, size)
             if step < last - 1:
-                for piece in cut(chunk, share, step + 1):
-                    yield Send(after, buffer[piece])
+                yield from _send(after, (buffer[piece] for piece in cut(chunk, share, step + 1)))
 
 
-def by_the_owners(
+def parallel(
     rank: int,
     size: int,
     buffer: Values,
-    bounds: Sequence[int],
+    op: Reduction | None,
     chunk_values: int,
+    bounds: Sequence[int] | None = None,
     *,
-    op: Reduction | None = None,
     spread: bool = True,
 ) -> Steps:
-    """With `op` send each share to its owner, who reduces it; with `spread` the owners send theirs to all.
+    """Send each share to its owner, who reduces it and sends it to all: as few bytes as the ring, in two steps.
 
+    The arguments are those of `ring`; without `spread` the rest of a buffer is left as it was.
     Who sends first to rank r is r + 1, whom it takes first, then r + 2: each port has one partner at a time, as far as
-    all keep step. A share j becomes, in this order, ((x[j] op x[j+1]) op ...) op x[j-1], ranks modulo size.
+    all keep step; but each port hears all others at once: where a switch drops packets then, the ring is better.
+    Order: share j is ((x[j] op x[j+1]) op ...) op x[j-1], ranks modulo size. Each way a rank sends (size - 1) / size of
+    a buffer.
+    Source: a parameter server on each rank; Thakur, Rabenseifner & Gropp 2005, sec. 4.1 (the direct exchange).
     """
-    below = [(rank - distance) % size for distance in range(1, size)]
-    above = [(rank + distance) % size for distance in range(1, size)]
-    own = list(chunks(bounds[rank], bounds[rank + 1], chunk_values))
+    bounds = bounds or share_bounds(buffer.size, size)
+    above = _others(rank, size)
+    below = above[::-1]
+    shares = [_pieces(buffer, chunk_values, bounds[owner], bounds[owner + 1]) for owner in range(size)]
     if op is not None:
         for owner in below:
-            for chunk in chunks(bounds[owner], bounds[owner + 1], chunk_values):
-                yield Send(owner, buffer[chunk])
+            yield from _send(owner, shares[owner])
         for source in above:
-            for chunk in own:
-                part = buffer[chunk]
-                lent = yield Receive(source, part.size)
-                assert lent is not None
-                op.combine(part, lent, part)
+            for part in shares[rank]:
+                yield from _combine(source, (part,), op)
                 if source == above[-1]:
                     op.finish(part, size)
-                    yield from _send_to(below if spread else (), part)
+                    yield from _send_to_all(below if spread else (), part)
     else:
-        for chunk in own:
-            yield from _send_to(below, buffer[chunk])
+        for part in shares[rank]:
+            yield from _send_to_all(below, part)
     for owner in above if spread else ():
-        for chunk in chunks(bounds[owner], bounds[owner + 1], chunk_values):
-            part = buffer[chunk]
-            yield Receive(owner, part.size, part)
-
-
-def _send_to(ranks: Sequence[int], part: Values) -> Steps:
-    for to in ranks:
-        yield Send(to, part)
-
-
-def ring_reduce_scatter(
-    rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int, bounds: Sequence[int] | None = None
-) -> Steps:
-    """Reduce a buffer, of which rank r then has share r in place; the rest of it is left with partial results.
-
-    buffer: flat, of the same length on all ranks.  bounds: of the shares, equal ones if left out.
-    Each rank sends (size - 1) / size of a buffer, in size - 1 steps. For the order see `round_the_ring`.
-    """
-    return round_the_ring(
-        rank, size, buffer, bounds or share_bounds(buffer.size, size), chunk_values, op=op, spread=False
-    )
-
-
-def parallel_reduce_scatter(
-    rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int, bounds: Sequence[int] | None = None
-) -> Steps:
-    """Reduce a buffer, of which rank r then has share r in place; the rest of it is as it was.
-
-    The arguments and the bytes sent are those of `ring_reduce_scatter`, in one step. For the order see `by_the_owners`.
-    """
-    return by_the_owners(
-        rank, size, buffer, bounds or share_bounds(buffer.size, size), chunk_values, op=op, spread=False
-    )
-
-
-def ring_allgather(
-    rank: int, size: int, buffer: Values, chunk_values: int, bounds: Sequence[int] | None = None
-) -> Steps:
-    """Fill a buffer, of which rank r has share r in place, with the shares of the others.
-
-    buffer: flat, of the same length on all ranks.  bounds: of the shares, equal ones if left out.
-    Each rank sends all shares but one, in size - 1 steps.
-    """
-    return round_the_ring(rank, size, buffer, bounds or share_bounds(buffer.size, size), chunk_values)
-
-
-def parallel_allgather(
-    rank: int, size: int, buffer: Values, chunk_values: int, bounds: Sequence[int] | None = None
-) -> Steps:
-    """Fill a buffer, of which rank r has share r in place, with the shares of the others; each sends its own to all.
-
-    Each rank sends size - 1 times its share, in one step.
-    """
-    return by_the_owners(rank, size, buffer, bounds or share_bounds(buffer.size, size), chunk_values)
+        yield from _receive(owner, shares[owner])
 
 
 REDUCE_SCATTER: dict[str, Callable[..., Steps]] = {
-    "ring": ring_reduce_scatter,
-    "parallel": parallel_reduce_scatter,
+    "ring": partial(ring, spread=False),
+    "parallel": partial(parallel, spread=False),
 }
-"""By name: f(rank, size, buffer, op, chunk_values, bounds=None)."""
+"""By name: f(rank, size, buffer, op, chunk_values, bounds=None) leaves share r of the reduction with rank r, in place.
+bounds: of the shares, equal ones if left out."""
 
-ALLGATHER: dict[str, Callable[..., Steps]] = {"ring": ring_allgather, "parallel": parallel_allgather}
-"""By name: f(rank, size, buffer, chunk_values, bounds=None)."""
+
+def _without_reduction(algorithm: Callable[..., Steps]) -> Callable[..., Steps]:
+    def allgather(
+        rank: int, size: int, buffer: Values, chunk_values: int, bounds: Sequence[int] | None = None
+    ) -> Steps:
+        return algorithm(rank, size, buffer, None, chunk_values, bounds)
+
+    return allgather
+
+
+ALLGATHER: dict[str, Callable[..., Steps]] = {
+    "ring": _without_reduction(ring),
+    "parallel": _without_reduction(parallel),
+}
+"""By name: f(rank, size, buffer, chunk_values, bounds=None) fills a buffer, of which rank r has share r in place."""
+
+
+# ---------------------------------------------------------------------- with a root
 
 
 def parent(place: int) -> int:
@@ -370,12 +396,11 @@ def children(place: int, size: int) -> list[int]:
     ]
 
 
-def combine_children(ranks: Sequence[int], part: Values, op: Reduction) -> Steps:
-    """Reduce into `part`, in place, what each of these ranks sends next, in turn; `part` is the first operand."""
-    for rank in ranks:
-        lent = yield Receive(rank, part.size)
-        assert lent is not None
-        op.combine(part, lent, part)
+def _pass_on(buffer: Values, above: int | None, below: Sequence[int], chunk_values: int) -> Steps:
+    for part in _pieces(buffer, chunk_values):
+        if above is not None:
+            yield Receive(above, part.size, part)
+        yield from _send_to_all(below, part)
 
 
 def broadcast_down_the_tree(rank: int, size: int, buffer: Values, root: int, chunk_values: int) -> Steps:
@@ -407,9 +432,8 @@ def reduce_up_the_tree(rank: int, size: int, buffer: Values, op: Reduction, root
     """
     place = (rank - root) % size
     above, below = (parent(place) + root) % size, [(child + root) % size for child in children(place, size)]
-    for chunk in chunks(0, buffer.size, chunk_values):
-        part = buffer[chunk]
-        yield from combine_children(below, part, op)
+    for part in _pieces(buffer, chunk_values):
+        yield from _combine_in_turn(below, part, op)
         if place == 0:
             op.finish(part, size)
         else:
@@ -423,12 +447,9 @@ def reduce_along_the_chain(rank: int, size: int, buffer: Values, op: Reduction, 
     it takes as long as one buffer and size - 2 chunks.
     """
     place = (rank - root) % size
-    for chunk in chunks(0, buffer.size, chunk_values) if size > 1 else ():
-        part = buffer[chunk]
+    for part in _pieces(buffer, chunk_values) if size > 1 else ():
         if place != 1:
-            lent = yield Receive((rank - 1) % size, part.size)
-            assert lent is not None
-            op.combine(lent, part, part)
+            yield from _combine((rank - 1) % size, (part,), op, first=False)
         if place == 0:
             op.finish(part, size)
         else:
@@ -448,26 +469,21 @@ REDUCE: dict[str, Callable[[int, int, Values, Reduction, int, int], Steps]] = {
 """By name: f(rank, size, buffer, op, root, chunk_values)."""
 
 
-def _pass_on(buffer: Values, above: int | None, below: Sequence[int], chunk_values: int) -> Steps:
-    for chunk in chunks(0, buffer.size, chunk_values):
-        part = buffer[chunk]
-        if above is not None:
-            yield Receive(above, part.size, part)
-        for rank in below:
-            yield Send(rank, part)
-
-
 def scatter(rank: int, size: int, parts: Sequence[Values], into: Values | None, root: int, chunk_values: int) -> Steps:
     """Give each rank its part of the root's `parts`, which has one for each rank.
 
     parts: not looked at elsewhere.  into: where this rank's part is put; not looked at on the root. The root sends all
     parts but its own, chunk by chunk in turn, so that all have theirs at about the same time.
     """
-    if rank == root:
-        yield from _send_in_turn([(to, parts[to]) for to in _others(rank, size)], chunk_values)
-    else:
+    if rank != root:
         assert into is not None
-        yield from _receive_chunks(root, into, chunk_values)
+        yield from _receive(root, _pieces(into, chunk_values))
+        return
+    others = _others(rank, size)
+    for chunk in chunks(0, max((parts[to].size for to in others), default=0), chunk_values):
+        for to in others:
+            if chunk.start < parts[to].size:
+                yield Send(to, parts[to][chunk])
 
 
 def gather(rank: int, size: int, part: Values | None, parts: Sequence[Values], root: int, chunk_values: int) -> Steps:
@@ -477,10 +493,10 @@ def gather(rank: int, size: int, part: Values | None, parts: Sequence[Values], r
     """
     if rank != root:
         assert part is not None
-        yield from _send_in_turn([(root, part)], chunk_values)
+        yield from _send(root, _pieces(part, chunk_values))
     else:
         for source in _others(rank, size):
-            yield from _receive_chunks(source, parts[source], chunk_values)
+            yield from _receive(source, _pieces(parts[source], chunk_values))
 
 
 def all_to_all(rank: int, size: int, parts: Sequence[Values], into: Sequence[Values], chunk_values: int) -> Steps:
@@ -490,10 +506,11 @@ def all_to_all(rank: int, size: int, parts: Sequence[Values], into: Sequence[Val
     port has one partner at a time, as far as all keep step.
     Source: Thakur, Rabenseifner & Gropp 2005, sec. 4.3 (long messages).
     """
-    for to in _others(rank, size):
-        yield from _send_in_turn([(to, parts[to])], chunk_values)
-    for source in reversed(_others(rank, size)):
-        yield from _receive_chunks(source, into[source], chunk_values)
+    others = _others(rank, size)
+    for to in others:
+        yield from _send(to, _pieces(parts[to], chunk_values))
+    for source in reversed(others):
+        yield from _receive(source, _pieces(into[source], chunk_values))
 
 
 def barrier(rank: int, size: int) -> Steps:
@@ -508,30 +525,7 @@ def barrier(rank: int, size: int) -> Steps:
         yield Receive((rank - (1 << bit)) % size, 0)
 
 
-def _others(rank: int, size: int) -> list[int]:
-    return [(rank + distance) % size for distance in range(1, size)]
-
-
-def _send_in_turn(parts: Sequence[tuple[int, Values]], chunk_values: int) -> Steps:
-    longest = max((part.size for _, part in parts), default=0)
-    for chunk in chunks(0, longest, chunk_values):
-        for to, part in parts:
-            if chunk.start < part.size:
-                yield Send(to, part[chunk])
-
-
-def _receive_chunks(source: int, into: Values, chunk_values: int) -> Steps:
-    for chunk in chunks(0, into.size, chunk_values):
-        part = into[chunk]
-        yield Receive(source, part.size, part)
-
-
-Allreduce = Callable[[int, int, Values, Reduction, int], Steps]
-"""f(rank, size, buffer, op, chunk_values)."""
-
-CHUNKS_AHEAD = 8
-"""So many chunks a rank sends before it waits for the first one's result, where it holds copies of them or a hub does:
-what is held does not grow with the array."""
+# ---------------------------------------------------------------------- the other allreduces
 
 
 def naive(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
@@ -540,42 +534,22 @@ def naive(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int
     Order: ((x[0] op x[1]) op ...) op x[size-1], by every rank for itself. Sends (size - 1) buffers a rank.
     What it sends are copies of its own values, CHUNKS_AHEAD chunks at a time.
     """
-    pieces = [buffer[chunk] for chunk in chunks(0, buffer.size, chunk_values)]
+    pieces = _pieces(buffer, chunk_values)
     copies = deque[Values]()
     for index in range(len(pieces) + CHUNKS_AHEAD):
         if index < len(pieces):
             copies.append(pieces[index].copy())
-            for distance in range(1, size):
-                yield Send((rank + distance) % size, copies[-1])
+            yield from _send_to_all(_others(rank, size), copies[-1])
         if index >= CHUNKS_AHEAD:
             part, own = pieces[index - CHUNKS_AHEAD], copies.popleft()
             if rank != 0:
                 yield Receive(0, part.size, part)
             for source in range(1, size):
-                values = (yield Receive(source, part.size)) if source != rank else own
-                assert values is not None
-                op.combine(part, values, part)
+                if source == rank:
+                    op.combine(part, own, part)
+                else:
+                    yield from _combine(source, (part,), op)
             op.finish(part, size)
-
-
-def ring(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
-    """Reduce shares on one way round the ring, spread them on the second: the fewest bytes, all ports busy both ways.
-
-    Order: share j is ((x[j+1] op x[j+2]) op ...) op x[j], ranks modulo size. Sends 2 (size - 1) / size of a buffer a
-    rank, in 2 (size - 1) steps: size times the latency, hidden behind the bytes once there are enough of them.
-    Source: Patarasuk & Yuan 2009, sec. 3.
-    """
-    return round_the_ring(rank, size, buffer, share_bounds(buffer.size, size), chunk_values, op=op)
-
-
-def parallel(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
-    """Send each share to its owner, who reduces it and sends it to all: as few bytes as the ring, in two steps.
-
-    Order: share j is ((x[j] op x[j+1]) op ...) op x[j-1], ranks modulo size. Sends 2 (size - 1) / size of a buffer a
-    rank, but each port hears all others at once: where a switch drops packets then, the ring is better.
-    Source: a parameter server on each rank; Thakur, Rabenseifner & Gropp 2005, sec. 4.1 (the direct exchange).
-    """
-    return by_the_owners(rank, size, buffer, share_bounds(buffer.size, size), chunk_values, op=op)
 
 
 def tree(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
@@ -587,12 +561,11 @@ def tree(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int)
     A chunk that was sent up is overwritten by the result, which depends on it.
     Source: Thakur, Rabenseifner & Gropp 2005, sec. 4.2 and 4.4.
     """
-    below = children(rank, size)
-    pieces = [buffer[chunk] for chunk in chunks(0, buffer.size, chunk_values)]
+    below, pieces = children(rank, size), _pieces(buffer, chunk_values)
     ahead = 3 * rank.bit_count()  # the bits of a rank are its steps to the root
     for index in range(len(pieces) + ahead):
         if index < len(pieces):
-            yield from combine_children(below, pieces[index], op)
+            yield from _combine_in_turn(below, pieces[index], op)
             if rank == 0:
                 op.finish(pieces[index], size)
             else:
@@ -601,8 +574,7 @@ def tree(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int)
             part = pieces[index - ahead]
             if rank != 0:
                 yield Receive(parent(rank), part.size, part)
-            for child in reversed(below):
-                yield Send(child, part)
+            yield from _send_to_all(reversed(below), part)
 
 
 def halving(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
@@ -618,24 +590,21 @@ def halving(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: i
     Source: Rabenseifner 2004; Thakur, Rabenseifner & Gropp 2005, sec. 4.5 (their MPI_Reduce_scatter and MPI_Allgather).
     """
     power = 1 << (size.bit_length() - 1)
-    others = size - power
-    middle = buffer.size // 2
-    halves = [list(_parts(buffer, 0, middle, chunk_values)), list(_parts(buffer, middle, buffer.size, chunk_values))]
-    if rank < 2 * others and rank % 2:
-        partner = rank - 1
-        yield from _send(partner, halves[0])
-        for part in halves[1]:
-            lent = yield Receive(partner, part.size)
-            assert lent is not None
-            op.combine(lent, part, part)
-            yield Send(partner, part)
-        yield from _receive(partner, [*halves[0], *halves[1]])
+    others, middle = size - power, buffer.size // 2
+    lower, upper = _pieces(buffer, chunk_values, 0, middle), _pieces(buffer, chunk_values, middle)
+    stands_for_two = rank < 2 * others
+    if stands_for_two and rank % 2:
+        yield from _send(rank - 1, lower)
+        for part in upper:
+            yield from _combine(rank - 1, (part,), op, first=False)
+            yield Send(rank - 1, part)
+        yield from _receive(rank - 1, [*lower, *upper])
         return
-    if rank < 2 * others:
-        yield from _send(rank + 1, halves[1])
-        yield from _receive_and_combine(rank + 1, halves[0], op, first=True)
-        yield from _receive(rank + 1, halves[1])
-    place = rank // 2 if rank < 2 * others else rank - others
+    if stands_for_two:
+        yield from _send(rank + 1, upper)
+        yield from _combine(rank + 1, lower, op)
+        yield from _receive(rank + 1, upper)
+    place = rank // 2 if stands_for_two else rank - others
     bounds = share_bounds(buffer.size, power)
     low, high = 0, power
     steps: list[tuple[int, list[Values], list[Values]]] = []
@@ -646,16 +615,16 @@ def halving(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: i
         kept, given = ranges if place < other else ranges[::-1]
         low, high = kept
         partner = 2 * other if other < others else other + others
-        ours, theirs = (list(_parts(buffer, bounds[one], bounds[end], chunk_values)) for one, end in (kept, given))
+        ours, theirs = (_pieces(buffer, chunk_values, bounds[one], bounds[end]) for one, end in (kept, given))
         steps.append((partner, ours, theirs))
         yield from _send(partner, theirs)
-        yield from _receive_and_combine(partner, ours, op, first=place < other)
+        yield from _combine(partner, ours, op, first=place < other)
     op.finish(buffer[bounds[low] : bounds[high]], size)
     for partner, ours, theirs in reversed(steps):
         yield from _send(partner, ours)
         yield from _receive(partner, theirs)
-    if rank < 2 * others:
-        yield from _send(rank + 1, [*halves[0], *halves[1]])
+    if stands_for_two:
+        yield from _send(rank + 1, [*lower, *upper])
 
 
 def sequential(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
@@ -663,24 +632,16 @@ def sequential(rank: int, size: int, buffer: Values, op: Reduction, chunk_values
 
     Order: ((x[0] op x[1]) op ...) op x[size-1]. Rank 0 receives and sends size - 1 buffers, each other rank sends one
     and receives one: few messages, all of them through the port of rank 0.
-    What a rank has sent is written over by the answer of rank 0, which holds it; a rank sends CHUNKS_AHEAD chunks
-    before it waits for the first answer.
+    What a rank has sent is written over by the answer of rank 0, which holds it.
     """
-    pieces = [buffer[chunk] for chunk in chunks(0, buffer.size, chunk_values)]
-    others = range(1, size)
-    if rank == 0:
-        for part in pieces:
-            yield from combine_children(others, part, op)
-            op.finish(part, size)
-            for to in others:
-                yield Send(to, part)
+    pieces, others = _pieces(buffer, chunk_values), range(1, size)
+    if rank != 0:
+        yield from _ask(0, pieces)
         return
-    for index in range(len(pieces) + CHUNKS_AHEAD):
-        if index < len(pieces):
-            yield Send(0, pieces[index])
-        if index >= CHUNKS_AHEAD:
-            part = pieces[index - CHUNKS_AHEAD]
-            yield Receive(0, part.size, part)
+    for part in pieces:
+        yield from _combine_in_turn(others, part, op)
+        op.finish(part, size)
+        yield from _send_to_all(others, part)
 
 
 def hub(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
@@ -689,13 +650,7 @@ def hub(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) 
     Order: ((x[0] op x[1]) op ...) op x[size-1]. A rank sends one buffer, the hub `size` of them, in two steps.
     What a rank has sent is written over by the hub's answer, which holds it.
     """
-    pieces = [buffer[chunk] for chunk in chunks(0, buffer.size, chunk_values)]
-    for index in range(len(pieces) + CHUNKS_AHEAD):
-        if index < len(pieces):
-            yield Send(HUB, pieces[index])
-        if index >= CHUNKS_AHEAD:
-            part = pieces[index - CHUNKS_AHEAD]
-            yield Receive(HUB, part.size, part)
+    return _ask(HUB, _pieces(buffer, chunk_values))
 
 
 def reduce_at_the_hub(size: int, values: int, dtype: np.dtype[Any], op: Reduction, chunk_values: int) -> Steps:
@@ -706,16 +661,12 @@ def reduce_at_the_hub(size: int, values: int, dtype: np.dtype[Any], op: Reductio
     for chunk in chunks(0, values, chunk_values):
         total = np.empty(chunk.stop - chunk.start, dtype)  # a new array: the last one is in flight
         yield Receive(0, total.size, total)
-        for source in range(1, size):
-            lent = yield Receive(source, total.size)
-            assert lent is not None
-            op.combine(total, lent, total)
+        yield from _combine_in_turn(range(1, size), total, op)
         op.finish(total, size)
-        for to in range(size):
-            yield Send(to, total)
+        yield from _send_to_all(range(size), total)
 
 
-ALLREDUCE: dict[str, Allreduce] = {
+ALLREDUCE: dict[str, Callable[[int, int, Values, Reduction, int], Steps]] = {
     "naive": naive,
     "ring": ring,
     "tree": tree,
@@ -724,55 +675,22 @@ ALLREDUCE: dict[str, Allreduce] = {
     "sequential": sequential,
     "hub": hub,
 }
-"""By name; "hub" only where a hub plays `reduce_at_the_hub`."""
+"""By name: f(rank, size, buffer, op, chunk_values); "hub" only where a hub plays `reduce_at_the_hub`."""
 
 ALIASES = {"recursive_halving": "halving"}
 """Other names of these."""
 
 
-def _parts(buffer: Values, start: int, stop: int, chunk_values: int) -> Iterator[Values]:
-    return (buffer[chunk] for chunk in chunks(start, stop, chunk_values))
-
-
-def _send(to: int, parts: Sequence[Values]) -> Steps:
-    for part in parts:
-        yield Send(to, part)
-
-
-def _receive(source: int, parts: Sequence[Values]) -> Steps:
-    for part in parts:
-        yield Receive(source, part.size, part)
-
-
-def _receive_and_combine(source: int, parts: Sequence[Values], op: Reduction, *, first: bool) -> Steps:
-    """Reduce received arrays into the parts. first: the parts are the first operand."""
-    for part in parts:
-        lent = yield Receive(source, part.size)
-        assert lent is not None
-        op.combine(*((part, lent) if first else (lent, part)), part)
-
+# ---------------------------------------------------------------------- encoded
 
 _MESSAGE_BYTES = 256 << 10
 _AHEAD = 2
 """So many messages are encoded ahead of those that are awaited."""
 
 
-class Coder(Protocol):
-    """What is needed of a codec: see `zmqtrain.codecs.base.Codec`, which is one."""
-
-    name: str
-    init: Any
-    layout: Any
-    encode: Any
-    check: Any
-    decode_into: Any
-    slab: int
-
-
-def check_coder(codec: Any, operation: str, tree: Tree) -> Coder:
-    """Return the codec; raise ConfigError if it cannot carry these arrays, or this operation."""
-    wanted = ("name", "init", "layout", "encode", "check", "decode_into", "slab")
-    if not all(hasattr(codec, name) for name in wanted):
+def check_codec(codec: Any, operation: str, tree: Tree) -> Codec:
+    """Return the codec; raise ConfigError if it is none, or cannot carry these arrays or this operation."""
+    if not isinstance(codec, Codec):
         raise ConfigError(f"codec={codec!r} is no codec: give a spec such as 'int8'")
     if operation not in ("sum", "mean"):
         raise ConfigError(f"op={operation!r} with a codec: only sum and mean go encoded")
@@ -783,14 +701,13 @@ def check_coder(codec: Any, operation: str, tree: Tree) -> Coder:
             f"the codec {codec.name} keeps state from one call to the next, and an allreduce keeps none: "
             "take one without feedback, randomk or fragments"
         )
-    coder: Coder = codec
     if tree.nbytes:
         _try_out(codec)
-    return coder
+    return codec
 
 
 @lru_cache(maxsize=64)
-def _try_out(codec: Any) -> None:
+def _try_out(codec: Codec) -> None:
     """Code a slab in the caller's thread: a codec may compile at its first one, for longer than a port may rest."""
     part = [slice(0, codec.slab)]
     values = np.zeros(codec.slab, np.float32)
@@ -801,7 +718,7 @@ def _is_empty(state: Any) -> bool:
     return isinstance(state, tuple) and all(map(_is_empty, state))
 
 
-def coded_allreduce(rank: int, size: int, buffer: NDArray[Any], codec: Coder, mean: bool) -> Steps:
+def coded_allreduce(rank: int, size: int, buffer: NDArray[Any], codec: Codec, mean: bool) -> Steps:
     """Reduce `buffer` (flat float32, of the same length on all ranks) in place; messages are bytes.
 
     Share r is a whole number of slabs. Order: ((x[0] + x[1]) + ...) + x[size-1], in float32. The owner of a share sums
@@ -809,85 +726,67 @@ def coded_allreduce(rank: int, size: int, buffer: NDArray[Any], codec: Coder, me
     whatever the codec loses. A rank sends 2 (size - 1) / size of an encoded buffer. Raises NonFiniteDelta if values are
     not finite, CodecError for bytes that the codec did not make.
     """
-    slabs = [slice(start, min(start + codec.slab, buffer.size)) for start in range(0, buffer.size, codec.slab)]
+    slabs = list(chunks(0, buffer.size, codec.slab))
     bounds = share_bounds(len(slabs), size)
-    together = max(1, _MESSAGE_BYTES // max(1, _encoded_bytes(codec, min(codec.slab, max(1, buffer.size)))))
+    together = max(1, _MESSAGE_BYTES // max(1, _encoded_bytes(codec, [slice(0, min(codec.slab, max(1, buffer.size)))])))
     messages = [
-        [
-            slabs[start : min(start + together, bounds[owner + 1])]
-            for start in range(bounds[owner], bounds[owner + 1], together)
-        ]
-        for owner in range(size)
+        [slabs[several] for several in chunks(bounds[owner], bounds[owner + 1], together)] for owner in range(size)
     ]
-    others = [(rank - distance) % size for distance in range(1, size)]
+    above = _others(rank, size)
+    below = above[::-1]
     steps = max(map(len, messages), default=0)
     for index in range(steps + _AHEAD):
-        for owner in others:
+        for owner in below:
             if index < len(messages[owner]):
                 yield Send(owner, _encode(codec, buffer, messages[owner][index]))
         if _AHEAD <= index < len(messages[rank]) + _AHEAD:
-            yield from _reduce(rank, size, buffer, codec, messages[rank][index - _AHEAD], mean, others)
+            yield from _sum_encoded(rank, size, buffer, codec, messages[rank][index - _AHEAD], mean)
     for index in range(steps):
-        for owner in reversed(others):
+        for owner in above:
             if index < len(messages[owner]):
-                lent = yield Receive(
-                    owner, sum(_encoded_bytes(codec, _length(part)) for part in messages[owner][index])
-                )
-                _decode(codec, lent, buffer, messages[owner][index], add=False)
+                parts = messages[owner][index]
+                lent = yield Receive(owner, _encoded_bytes(codec, parts))
+                _decode(codec, lent, buffer, parts, add=False)
 
 
-def _reduce(
-    rank: int, size: int, buffer: NDArray[Any], codec: Coder, parts: Sequence[slice], mean: bool, others: Sequence[int]
-) -> Steps:
+def _sum_encoded(rank: int, size: int, buffer: NDArray[Any], codec: Codec, parts: Sequence[slice], mean: bool) -> Steps:
     """Sum one message of the own share over all ranks, and send it to all."""
     begin, end = parts[0].start, parts[-1].stop
-    nbytes = sum(_encoded_bytes(codec, _length(part)) for part in parts)
     shifted = [slice(part.start - begin, part.stop - begin) for part in parts]
     total = np.zeros(end - begin, np.float32)
     for source in range(size):
         if source == rank:
             total += buffer[begin:end]
         else:
-            lent = yield Receive(source, nbytes)
+            lent = yield Receive(source, _encoded_bytes(codec, parts))
             _decode(codec, lent, total, shifted, add=True)
     if mean:
         total /= np.float32(size)
     encoded = _encode(codec, total, shifted)
-    for to in others:
-        yield Send(to, encoded)
+    yield from _send_to_all(reversed(_others(rank, size)), encoded)
     _decode(codec, encoded, buffer, parts, add=False)
 
 
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length
+def _encoded_bytes(codec: Codec, parts: Iterable[slice]) -> int:
+    sections = (section for part in parts for section in codec.layout(part.stop - part.start))
+    return sum(np.dtype(dtype).itemsize * count for dtype, count in sections)
 
 
-def _encoded_bytes(codec: Coder, values: int) -> int:
-    return sum(np.dtype(dtype).itemsize * count for dtype, count in codec.layout(values))
-
-
-def _encode(codec: Coder, values: NDArray[Any], parts: Sequence[slice]) -> NDArray[np.uint8]:
+def _encode(codec: Codec, values: NDArray[Any], parts: Sequence[slice]) -> NDArray[np.uint8]:
     made: list[NDArray[np.uint8]] = []
     for part in parts:
-        buffers, _ = codec.encode(values[part], codec.init(_length(part)))
+        buffers, _ = codec.encode(values[part], codec.init(part.stop - part.start))
         made += [np.ascontiguousarray(buffer).reshape(-1).view(np.uint8) for buffer in buffers]
     return np.concatenate(made)
 
 
-def _decode(codec: Coder, lent: Any, out: NDArray[Any], parts: Sequence[slice], *, add: bool) -> None:
-    cut = _cut(codec, lent, parts)
-    for part, buffers in zip(parts, cut, strict=True):
-        codec.check(buffers, _length(part))
-        codec.decode_into(buffers, out[part], add)
-
-
-def _cut(codec: Coder, lent: NDArray[np.uint8], parts: Sequence[slice]) -> Iterator[list[NDArray[Any]]]:
+def _decode(codec: Codec, lent: Any, out: NDArray[Any], parts: Sequence[slice], *, add: bool) -> None:
     start = 0
     for part in parts:
         buffers = []
-        for dtype, count in codec.layout(_length(part)):
+        for dtype, count in codec.layout(part.stop - part.start):
             end = start + np.dtype(dtype).itemsize * count
-            buffers.append(np.frombuffer(lent[start:end].tobytes(), dtype))
+            buffers.append(lent[start:end].tobytes())
             start = end
-        yield buffers
+        codec.check(buffers, part.stop - part.start)
+        codec.decode_into(buffers, out[part], add)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
 from zmqtrain.core.errors import ConfigError, FramingError
 from zmqtrain.core.types import Array, children, like
+from zmqtrain.protocol.framing import pack_value, unpack_value
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -73,12 +74,10 @@ class LeafShape:
 
     @property
     def size(self) -> int:
-        """How many values."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -110,13 +109,7 @@ class Leaf:
 
     @property
     def shape(self) -> LeafShape:
-        """Its dtype and shape."""
         return LeafShape(self.values.dtype, self.values.shape)
-
-
-def is_leaf(value: object) -> bool:
-    """Tell whether this is an array or a number, and no tree of them."""
-    return isinstance(value, np.ndarray | np.generic | bool | int | float | complex) or _namespace(value) is not None
 
 
 def _namespace(value: Any) -> Any:
@@ -204,7 +197,6 @@ class Tree:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all leaves."""
         return sum(shape.nbytes for shape in self.shapes)
 
     def sizes(self) -> dict[np.dtype[Any], int]:
@@ -260,6 +252,19 @@ class Tree:
             start = end
         return packed
 
+    def rebuild(self, joined: NDArray[np.uint8]) -> Any:
+        """Return the tree, or the Python value, of the bytes that `join` made. Raise FramingError for no value."""
+        made = self.unpack(self.split(joined))
+        return unpack_value(made[0]) if self.is_value else made
+
+
+def take(x: Any) -> Tree:
+    """Take a caller's tree of arrays apart, or pack a Python value. Raise ConfigError for what is neither."""
+    if not is_value(x):
+        return take_tree(x)
+    values = np.frombuffer(pack_value(x), np.uint8)
+    return _tree_of_value(values, LeafShape(values.dtype, values.shape), f"value[{values.size}]")
+
 
 def take_tree(tree: Any) -> Tree:
     """Take a caller's tree apart. Raise ConfigError for what is neither an array nor a container of them."""
@@ -273,29 +278,22 @@ def take_tree(tree: Any) -> Tree:
     return Tree(tuple(leaves), tuple(leaf.shape for leaf in leaves), text, structure)
 
 
-def is_value(x: Any) -> bool:
+def is_value(x: Any, depth: int = 0) -> bool:
     """Tell whether this is a Python value without arrays: None, bool, int, float, str, bytes, list, tuple, dict.
 
     Raise ConfigError for one that is too deep.
     """
-    return _is_value(x, 0)
-
-
-def _is_value(node: Any, depth: int) -> bool:
     if depth > _DEEPEST:
         raise ConfigError(f"a value that is more than {_DEEPEST} deep does not travel")
-    inside = children(node)
+    inside = children(x)
     if inside is None:
-        plain = node is None or isinstance(node, bool | int | float | str | bytes)
-        return plain and not isinstance(node, np.generic)  # which is a float, or a str, of Python's at times
-    return all(_is_value(child, depth + 1) for _, child in inside)
+        plain = x is None or isinstance(x, bool | int | float | str | bytes)
+        return plain and not isinstance(x, np.generic)  # which is a float, or a str, of Python's at times
+    return all(is_value(child, depth + 1) for _, child in inside)
 
 
-def take_value(packed: bytes) -> Tree:
-    """Return the tree that stands for a Python value, of which these are the bytes."""
-    values = np.frombuffer(packed, np.uint8)
-    leaf = Leaf(values, lambda values: values)
-    return Tree((leaf,), (leaf.shape,), f"value[{values.size}]", [0], is_value=True)
+def _tree_of_value(values: NDArray[np.uint8], shape: LeafShape, text: str) -> Tree:
+    return Tree((Leaf(values, _itself),), (shape,), text, [0], is_value=True)
 
 
 def _take(node: Any, leaves: list[Leaf], depth: int) -> tuple[Any, Any]:
@@ -342,11 +340,10 @@ def read_tree(text: str) -> Tree:
     Raise FramingError for what describes no tree.
     """
     if (found := _VALUE.fullmatch(text)) is not None:
-        bytes_of_it = read_leaf(f"uint8{found[1]}")
-        return Tree((Leaf(_NOTHING, lambda values: values),), (bytes_of_it,), text, [0], is_value=True)
+        return _tree_of_value(_NOTHING, read_leaf(f"uint8{found[1]}"), text)
     shapes: list[LeafShape] = []
     structure = _read(_literal(text) if text[:1] in "[({N" else text, shapes)
-    leaf = Leaf(_NOTHING, lambda values: values if values.ndim else values[()])
+    leaf = Leaf(_NOTHING, _scalar)
     return Tree((leaf,) * len(shapes), tuple(shapes), text, structure)
 
 

@@ -16,16 +16,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.collectives.algorithms import HUB, Receive, Send, Steps
 from zmqtrain.collectives.arrays import as_bytes, dtype_code
-from zmqtrain.collectives.matching import Outgoing, Ranks
+from zmqtrain.collectives.matching import Member, Outgoing
 from zmqtrain.collectives.wire import CONFIRM, COPIED_BELOW_BYTES, Head, Kind, digest
 from zmqtrain.core.errors import CollectiveMismatch, FramingError, OperationError, ZmqTrainError
 from zmqtrain.core.types import MAX_FRAME_BYTES
@@ -129,8 +129,10 @@ ASK_AFTER_SECONDS, ASK_AGAIN_SECONDS = 0.25, 1.0
 _REMEMBERED = 256  # ended calls with their text
 _AHEAD = 1 << 16  # how far ahead of this rank's last call another one may be
 
-Phases = Iterator[tuple[Steps, np.dtype[Any]]]
-"""The algorithms that a call plays one after another, each with the dtype of what it sends and receives."""
+Phase = tuple[Steps, np.dtype[Any]]
+Phases = Generator[Phase, None, Callable[[], Any] | None]
+"""The algorithms that a call plays one after another, each with the dtype of what it sends and receives. What their
+generator returns makes the call's result, in the thread that asks for it; None: the result is None."""
 
 
 def what_calls_share(*texts: str) -> str:
@@ -160,6 +162,7 @@ class Call:
     ended: bool = False
     error: ZmqTrainError | None = None
     owner: Any = None
+    _make: Callable[[], Any] | None = field(default=None, init=False)
     _phases: Phases | None = field(default=None, init=False)
     _steps: Steps | None = field(default=None, init=False)
     _dtype: np.dtype[Any] | None = field(default=None, init=False)
@@ -179,19 +182,18 @@ class Call:
             return (self._wanted.source,)
         return tuple(to for to, stream in self._streams.items() if not stream.is_done)
 
-
-class Member(Ranks, Protocol):
-    """What the calls of a rank ask its communicator, for messages of errors."""
-
-    def doing(self) -> str:
-        """Say what this rank did last."""
+    def result(self) -> Any:
+        """Make the result of a call that has ended well, once: what it was made of is freed."""
+        made = None if self._make is None else self._make()
+        self._make = None
+        return made
 
 
 class Calls:
     """One rank's part of the collectives of a communicator, its `member`."""
 
     def __init__(self, rank: int, size: int, member: Member) -> None:
-        self.rank, self.size = rank, size
+        self.rank = rank
         self.outgoing: list[Outgoing] = []
         self.finished: list[Call] = []
         self.number = 0
@@ -203,6 +205,7 @@ class Calls:
         self.answered: dict[int, int] = {}
         """By rank, how often it has."""
         self._name, self._doing = member.name, member.doing
+        self._other_ranks = [other for other in range(size) if other != rank]
         self._calls: dict[int, Call] = {}
         self._texts: dict[int, str] = {}
         self._theirs: dict[int, dict[int, str]] = {}  # by number and rank: calls that this rank has not made yet
@@ -262,9 +265,7 @@ class Calls:
         place = min(call.waits_for, default=-1) if call else -1
         head = Head(Kind.WAITING, number=call.number if call else 0, place=place, text=call.text if call else "")
         self.asked += 1
-        for to in range(self.size):
-            if to != self.rank:
-                self.outgoing.append((to, head, None))
+        self._say_to_all(head)
 
     # ------------------------------------------------------------------ received messages
 
@@ -314,7 +315,7 @@ class Calls:
     def _give_up(self, call: Call, error: OperationError) -> None:
         """The caller's operation failed here: end this call, here and on all others."""
         head = Head(Kind.FAILED, number=call.number, digest=call.digest, text=f"{error} (on {self._name(self.rank)})")
-        self.outgoing += [(to, head, None) for to in range(self.size) if to != self.rank]
+        self._say_to_all(head)
         self._end_alone(call, error)
 
     def _end_alone(self, call: Call, error: OperationError) -> None:
@@ -364,6 +365,9 @@ class Calls:
             f"all ranks make the same calls in the same order, with {what_calls_share(ours, theirs)}"
         )
 
+    def _say_to_all(self, head: Head) -> None:
+        self.outgoing += [(to, head, None) for to in self._other_ranks]
+
     def _tell(self, to: int, number: int) -> None:
         self.outgoing.append((to, Head(Kind.CALLED, number=number, text=self._texts[number]), None))
 
@@ -400,9 +404,10 @@ class Calls:
 
     def _next_phase(self, call: Call) -> bool:
         assert call._phases is not None
-        phase = next(call._phases, None)
-        if phase is None:
-            call._phases = iter(())
+        try:
+            call._steps, call._dtype = next(call._phases)
+        except StopIteration as end:
+            call._make = end.value
             for rank, source in call._sources.items():
                 if source.finish():
                     self._report(call, rank, source)
@@ -411,7 +416,6 @@ class Calls:
                 if self._at_hub:
                     self._pump(self._at_hub[0], HUB, self._at_hub[0]._streams[HUB])
             return False
-        call._steps, call._dtype = phase
         call._code = dtype_code(call._dtype)
         return True
 

@@ -3,6 +3,7 @@
 1. All ranks make the same collective calls in the same order. Ranks that call from several threads agree on that order
    themselves; any thread may call.
 2. Every call also exists with an i before its name: it returns a Request at once, and several may be in flight.
+   timeout_seconds of a call: how long a wait for it may take; the communicator's if None.
 3. Arrays are numpy or jax, numbers, or trees of them (dict, list, tuple, NamedTuple, None). Results are of the same
    kind, on the same device, and belong to the caller; a root gets back the object that it gave. An array that is sent
    must not change until its request has ended.
@@ -15,22 +16,23 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
-from itertools import chain
+from functools import lru_cache, partial, update_wrapper
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.collectives import algorithms
 from zmqtrain.collectives.algorithms import (
     ALIASES,
@@ -40,7 +42,7 @@ from zmqtrain.collectives.algorithms import (
     REDUCE,
     REDUCE_SCATTER,
     Steps,
-    check_coder,
+    check_codec,
     coded_allreduce,
     share_bounds,
 )
@@ -53,12 +55,13 @@ from zmqtrain.collectives.arrays import (
     dtype_code,
     is_value,
     read_tree,
+    take,
     take_tree,
-    take_value,
 )
-from zmqtrain.collectives.calls import Phases, what_calls_share
+from zmqtrain.collectives.calls import Phase, Phases, what_calls_share
+from zmqtrain.collectives.connect import open_port
 from zmqtrain.collectives.costs import LARGEST_CHUNK_BYTES, choose_algorithm, choose_chunk_bytes
-from zmqtrain.collectives.group import Endpoint, Group, Request
+from zmqtrain.collectives.group import GRACE_SECONDS, Answers, Endpoint, Group, Request, Result
 from zmqtrain.collectives.matching import (
     ANY_SOURCE,
     ANY_TAG,
@@ -67,17 +70,18 @@ from zmqtrain.collectives.matching import (
     Receiving,
     Sending,
     Status,
-    status_of,
+    Transfer,
 )
 from zmqtrain.collectives.reductions import OPERATIONS, Function, Reduction, find_reduction
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
 from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.core.interfaces import Port
+from zmqtrain.protocol.framing import pack_value, unpack_value
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
 TIMEOUT_SECONDS = 120.0
 """How long a wait waits where nobody says otherwise: longer than a first step compiles."""
 
-_GRACE_SECONDS = 5.0  # for the port's own thread to answer
 _LINGER_SECONDS = 1.0  # for the port to send what it has queued
 _HIGHEST_TAG = (1 << 63) - 1
 
@@ -124,6 +128,23 @@ Each = TypeVar("Each", Tree, "_Rows")
 _Part = tuple[int, NDArray[np.uint8]]  # how many items of a rank, and their bytes
 _TOLD_BYTES = 512  # of what a root tells about its arrays, in the first message
 
+Arguments = ParamSpec("Arguments")
+AnyCommunicator = TypeVar("AnyCommunicator", bound="Communicator")
+
+
+def _blocking(
+    begin: Callable[Concatenate[AnyCommunicator, Arguments], Request[Result]],
+) -> Callable[Concatenate[AnyCommunicator, Arguments], Result]:
+    """Return the call without an i before its name: it waits for the request's result."""
+
+    def call(self: AnyCommunicator, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return begin(self, *args, **kwargs).wait()
+
+    update_wrapper(call, begin)
+    call.__name__ = begin.__name__.removeprefix("i")
+    call.__qualname__ = f"Communicator.{call.__name__}"
+    return call
+
 
 class Communicator:
     """A process's place among the others of its group.
@@ -142,7 +163,33 @@ class Communicator:
         self._next: Self | None = None  # its successor, made by `shrink`
         self._closed = self._shrunk = False
         self._process, self._closing = os.getpid(), threading.Lock()  # held until a request is noted
-        self._requests: WeakSet[Request] = WeakSet()
+        self._requests: WeakSet[Request[Any]] = WeakSet()
+
+    @classmethod
+    def create(
+        cls,
+        hub: str,
+        size: int,
+        rank: int | None = None,
+        *,
+        group: str = "default",
+        name: str | None = None,
+        server_key: GivenServerKey = None,
+        keys: GivenKeys = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> Self:
+        """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's communicator.
+
+        rank: the wanted rank, from 0; None: by arrival.  group: processes that give the same name meet.
+        name: for people.  server_key, keys: as for `zmqtrain.connect`, but no key file is searched.
+        timeout_seconds: how long to wait for the others, and the default of every wait.
+        Raises ConfigError, HubUnreachable, JoinRefused (the others ask for something else), CollectiveTimeout (who is
+        here, and how many are missing).
+        """
+        port = open_port(
+            hub, size, rank, group=group, name=name, server_key=server_key, keys=keys, timeout_seconds=timeout_seconds
+        )
+        return cls(port, timeout_seconds=timeout_seconds)
 
     # ------------------------------------------------------------------ who and where
 
@@ -179,33 +226,30 @@ class Communicator:
         this process that was lost, CollectiveTimeout if somebody who lives does not call it, LocalProtocolError if
         nothing is wrong or this was done before.
         """
-        self.check_may_wait()
+        self._endpoint.check_may_wait()
         error = self._group.broken
         if self._closed or error is None or self._next is not None:
             state = "is closed" if self._closed else "has lost nobody" if error is None else "was shrunk before"
             raise LocalProtocolError(f"this communicator {state}: shrink once, after PeerLost or CollectiveMismatch")
-        cut_off = PeerLost(self.names[self.rank], "it is cut off from the others, who go on without it", self.rank)
+        cut_off = self._group.lost(self.rank, "it is cut off from the others, who go on without it")
         if isinstance(error, PeerLost) and error.rank == self.rank:  # its port may have ended
             raise cut_off
-        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        answers = queue.SimpleQueue[Group | CollectiveTimeout | None]()
-        done = answers.put
-        self._endpoint.port.call(lambda: self._endpoint.shrink(done))
+        seconds, answers = self._seconds(timeout_seconds), Answers()
+        self._endpoint.port.call(lambda: self._endpoint.shrink(answers))
         try:
             answer = answers.get(timeout=seconds)
         except queue.Empty:  # who has agreed just now goes on, as the others do
-            self._endpoint.port.call(lambda: self._endpoint.stop_shrinking(done, seconds))
+            self._endpoint.port.call(lambda: self._endpoint.stop_shrinking(answers, seconds))
             try:
-                answer = answers.get(timeout=_GRACE_SECONDS)
+                answer = answers.get(timeout=GRACE_SECONDS)
             except queue.Empty:
                 answer = CollectiveTimeout(f"shrink has waited {seconds:.3g} s, and the port does not answer")
         if isinstance(answer, CollectiveTimeout):
             raise answer
         if answer is None:
             raise cut_off
-        smaller = object.__new__(type(self))
-        smaller.__dict__.update(self.__dict__)
-        smaller._group, smaller._shrunk, smaller._next = answer, True, None
+        smaller = copy.copy(self)
+        smaller._group, smaller._shrunk = answer, True
         self._next = smaller
         return smaller
 
@@ -231,10 +275,10 @@ class Communicator:
         if self._next is not None:
             self._next._close(timeout_seconds, cause)
         else:
-            self._finish(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+            self._finish(self._seconds(timeout_seconds))
             self._endpoint.port.call(lambda: self._group.leave(cause))
             self._endpoint.port.close(_LINGER_SECONDS)
-            self._group.abandon(error := PeerLost(self.names[self.rank], "its communicator is closed", self.rank))
+            self._group.abandon(error := self._group.lost(self.rank, "its communicator is closed"))
             for request in list(self._requests):
                 request.complete(error)
 
@@ -254,20 +298,20 @@ class Communicator:
         begun = threading.Event()  # all requests are with the port's thread, unless that has ended
         port.call(self._group.stop_receiving)
         port.call(begun.set)
-        if not begun.wait(min(seconds, _GRACE_SECONDS)):
+        if not begun.wait(min(seconds, GRACE_SECONDS)):
             return
         while pending := [request for request in list(self._requests) if _is_in_flight(request)]:
             over = threading.Event()
             pending[0].add_done_callback(lambda _, over=over: over.set())  # type: ignore[misc]
             if not over.wait(max(0.0, until - time.monotonic())):
-                if (error := self.explain(pending[0], seconds)) is not None:
+                if (error := pending[0].explain(seconds)) is not None:
                     more = f"; {len(pending) - 1} more in flight" if len(pending) > 1 else ""
                     logger.warning("the communicator is closed all the same: %s%s", error, more)
                 return
 
     # ------------------------------------------------------------------ from rank to rank
 
-    def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
+    def isend(self, x: Any, dest: int, tag: int = 0, *, timeout_seconds: float | None = None) -> Request[None]:
         """Send an array, a tree of arrays or a Python value to a rank; the request is over when x may be written over.
 
         A Python value is None, a bool, int, float, str or bytes, or a list, tuple or dict of these, without arrays.
@@ -275,22 +319,14 @@ class Communicator:
         """
         self._check_rank("dest", dest)
         _check_tag(tag)
-        tree = self._take(x)
-        values = tree.join()
-        sending = Sending(dest, tag)
+        tree = take(x)
+        values, sending = tree.join(), Sending(dest, tag)
+        what = f"send({_short(tree.text)}, dest={dest}, tag={tag})"
+        return self._post(what, sending, lambda: self._group.matching.send(sending, tree.text, values), timeout_seconds)
 
-        def make() -> None:
-            if sending.withdrawn:
-                raise LocalProtocolError("this send was cancelled")
+    send = _blocking(isend)
 
-        request = self._request(f"send({_short(tree.text)}, dest={dest}, tag={tag})", make)
-        return self._post(request, sending, lambda: self._group.matching.send(sending, tree.text, values))
-
-    def send(self, x: Any, dest: int, tag: int = 0, *, timeout_seconds: float | None = None) -> None:
-        """Send, and wait until x may be written over; see `isend`."""
-        self.isend(x, dest, tag).wait(timeout_seconds)
-
-    def irecv(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, into: NDArray[Any] | None = None) -> Request:
+    def irecv(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, into: NDArray[Any] | None = None) -> Request[Any]:
         """Receive the next message of a source (or any) with a tag (or any); the request's result is what was sent.
 
         Arrays come as numpy arrays, Python values as they were sent (a tuple of a class of its own as a tuple).
@@ -298,7 +334,8 @@ class Communicator:
         far as the message goes (`Request.status.count`), and is then the result. One that is too small, or of another
         dtype, is CollectiveMismatch, on this rank and in the send if that is not over.
         """
-        return self._receive(*self._checked(source, tag), into, None)
+        self._check(source, tag)
+        return self._receive(Receiving(source, tag, into=into))
 
     def recv(
         self,
@@ -309,65 +346,35 @@ class Communicator:
         timeout_seconds: float | None = None,
     ) -> Any:
         """Receive, and wait for it; see `irecv`. What has not come when the time is up is not waited for any more."""
-        request = self.irecv(source, tag, into=into)
-        try:
-            return request.wait(timeout_seconds)
-        except CollectiveTimeout:
-            if request.cancel():
-                raise
-            return request.wait(timeout_seconds)
+        return _wait_or_cancel(self.irecv(source, tag, into=into), timeout_seconds)
 
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
         """Tell which message a receive would get now, without receiving it; None if there is none."""
-        envelope = self._find(*self._checked(source, tag), take=False, seconds=None)
-        return None if envelope is None else status_of(envelope)
+        found = self._find(source, tag, take=False)
+        return None if found is None else found.status
 
     def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout_seconds: float | None = None) -> Status:
         """Wait for a message that a receive would get; raise CollectiveTimeout if none comes."""
-        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        envelope = self._find(*self._checked(source, tag), take=False, seconds=seconds)
-        assert envelope is not None
-        return status_of(envelope)
+        found = self._find(source, tag, take=False, seconds=self._seconds(timeout_seconds))
+        assert found is not None
+        return found.status
 
     def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Message | None:
         """Take a message that is there out of the others' reach, for `imrecv`; None if there is none."""
-        envelope = self._find(*self._checked(source, tag), take=True, seconds=None)
-        return None if envelope is None else Message(status_of(envelope), envelope)
+        return self._find(source, tag, take=True)
 
     def mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout_seconds: float | None = None) -> Message:
         """Wait for a message, and take it out of the others' reach; raise CollectiveTimeout if none comes."""
-        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        envelope = self._find(*self._checked(source, tag), take=True, seconds=seconds)
-        assert envelope is not None
-        return Message(status_of(envelope), envelope)
+        found = self._find(source, tag, take=True, seconds=self._seconds(timeout_seconds))
+        assert found is not None
+        return found
 
-    def imrecv(self, message: Message, *, into: NDArray[Any] | None = None) -> Request:
+    def imrecv(self, message: Message, *, into: NDArray[Any] | None = None) -> Request[Any]:
         """Receive the message that a matched probe has found; once. into: as for `irecv`."""
-        return self._receive(message.envelope.source, message.envelope.tag, into, message.envelope)
+        found = message.envelope
+        return self._receive(Receiving(found.source, found.tag, into=into), found)
 
-    # ------------------------------------------------------------------ all reduce
-
-    def allreduce(
-        self,
-        x: Any,
-        op: Op = "sum",
-        *,
-        algorithm: str = "auto",
-        codec: Any = None,
-        into: NDArray[Any] | None = None,
-        timeout_seconds: float | None = None,
-    ) -> Any:
-        """Reduce the arrays of all ranks, and give all of them the result, bit-identical.
-
-        algorithm: "naive", "ring", "tree", "halving" ("recursive_halving"), "parallel", "sequential", "hub" (by the
-        broker); "auto" chooses by size. The order in which values are reduced is the algorithm's (its docstring).
-        codec: what goes over the network is encoded (float32, "sum" or "mean" only; by the owners of shares, whatever
-        the algorithm).  into: where the result of one numpy array is put, x itself for in place: saves a copy of large
-        arrays.
-        Raises ConfigError for what cannot be reduced so, OperationError where a function cannot be or has failed,
-        CollectiveMismatch, PeerLost, CollectiveTimeout.
-        """
-        return self.iallreduce(x, op, algorithm=algorithm, codec=codec, into=into).wait(timeout_seconds)
+    # ------------------------------------------------------------------ reduce
 
     def iallreduce(
         self,
@@ -378,18 +385,24 @@ class Communicator:
         codec: Any = None,
         into: NDArray[Any] | None = None,
         timeout_seconds: float | None = None,
-    ) -> Request:
-        """Begin an `allreduce`; the request's result is its result. x may be written over at once, `into` not.
+    ) -> Request[Any]:
+        """Reduce the arrays of all ranks, and give all of them the result, bit-identical.
 
-        timeout_seconds: the default of the request's `wait`.
+        algorithm: "naive", "ring", "tree", "halving" ("recursive_halving"), "parallel", "sequential", "hub" (by the
+        broker); "auto" chooses by size. The order in which values are reduced is the algorithm's (its docstring).
+        codec: what goes over the network is encoded (float32, "sum" or "mean" only; by the owners of shares, whatever
+        the algorithm).  into: where the result of one numpy array is put, x itself for in place: saves a copy of large
+        arrays.
+        x may be written over at once, `into` not before the call is over.
+        Raises ConfigError for what cannot be reduced so, OperationError where a function cannot be or has failed,
+        CollectiveMismatch, PeerLost, CollectiveTimeout.
         """
         tree = take_tree(x)
         reductions, operation = _reductions(op, tree)
         if codec is not None:
-            coder = check_coder(self._read_codec(codec), operation, tree)
-            text = f"allreduce({tree.text}, op={operation}, codec={coder.name})"
+            codec = check_codec(codec_from_spec(codec) if isinstance(codec, str) else codec, operation, tree)
+            text = f"allreduce({tree.text}, op={operation}, codec={codec.name})"
         else:
-            coder = None
             if algorithm == "auto":
                 algorithm = choose_algorithm(self.size, tree.nbytes)
             algorithm = ALIASES.get(algorithm, algorithm)
@@ -399,28 +412,21 @@ class Communicator:
 
         def phases() -> Phases:
             for flat, reduction in zip(flats, reductions, strict=True):
-                if coder is not None:
-                    yield coded_allreduce(self.rank, self.size, flat, coder, operation == "mean"), _BYTES
+                if codec is not None:
+                    yield coded_allreduce(self.rank, self.size, flat, codec, operation == "mean"), _BYTES
                 else:
                     chunk = self._chunk(flat, algorithm)
                     yield ALLREDUCE[algorithm](self.rank, self.size, flat, reduction, chunk), flat.dtype
             yield from self._meet(tree.nbytes == 0)
+            return lambda: tree.unpack(flats) if into is None else into
 
-        return self._call(
-            text,
-            phases(),
-            lambda: tree.unpack(flats) if into is None else into,
-            operation=operation,
-            timeout_seconds=timeout_seconds,
-        )
+        return self._call(text, phases(), timeout_seconds, operation=operation)
 
-    def reduce(self, x: Any, op: Op = "sum", root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+    allreduce = _blocking(iallreduce)
+
+    def ireduce(self, x: Any, op: Op = "sum", root: int = 0, *, timeout_seconds: float | None = None) -> Request[Any]:
         """Reduce the arrays of all ranks; the root gets the result, the others None."""
-        return self.ireduce(x, op, root).wait(timeout_seconds)
-
-    def ireduce(self, x: Any, op: Op = "sum", root: int = 0) -> Request:
-        """Begin a `reduce`."""
-        self._check_rank("root", root)
+        is_root = self._is_root(root)
         tree = take_tree(x)
         reductions, operation = _reductions(op, tree)
         flats, algorithm = tree.pack(), self._rooted(tree.nbytes)
@@ -430,41 +436,37 @@ class Communicator:
                 chunk = self._chunk(flat, algorithm)
                 yield REDUCE[algorithm](self.rank, self.size, flat, reduction, root, chunk), flat.dtype
             yield from self._meet(tree.nbytes == 0)
+            return lambda: tree.unpack(flats) if is_root else None
 
         text = f"reduce({tree.text}, op={operation}, root={root})"
-        return self._call(text, phases(), lambda: tree.unpack(flats) if self.rank == root else None, confirm=True)
+        return self._call(text, phases(), timeout_seconds, confirm=True)
 
-    def reduce_scatter(self, x: Any, op: Op = "sum", *, timeout_seconds: float | None = None) -> Any:
+    reduce = _blocking(ireduce)
+
+    def ireduce_scatter(self, x: Any, op: Op = "sum", *, timeout_seconds: float | None = None) -> Request[Any]:
         """Reduce the arrays of all ranks, and give each rank its share of the result.
 
         x: one array. The share of rank r is flat: values n r // size to n (r + 1) // size of the flattened result, n in
-        all; in the order of the ring (`ring_reduce_scatter`).
+        all; in the order of the ring (`algorithms.ring`).
         """
-        return self.ireduce_scatter(x, op).wait(timeout_seconds)
-
-    def ireduce_scatter(self, x: Any, op: Op = "sum") -> Request:
-        """Begin a `reduce_scatter`."""
         tree = take_tree(x)
         if not tree.is_leaf:
             raise ConfigError("reduce_scatter takes one array: join the leaves of a tree first, or allreduce it")
         reduction = _reduction(op, tree.shapes[0].dtype)
         (flat,) = tree.pack()
-        bounds = share_bounds(flat.size, self.size)
-        own = slice(bounds[self.rank], bounds[self.rank + 1])
+        begin, end = share_bounds(flat.size, self.size)[self.rank : self.rank + 2]
         steps = REDUCE_SCATTER["ring"](self.rank, self.size, flat, reduction, self._chunk(flat, "ring"))
-        text = f"reduce_scatter({tree.text}, op={reduction.name})"
-        phases = chain([(steps, flat.dtype)], self._meet(flat.size < self.size))
-        return self._call(text, phases, lambda: tree.leaves[0].rebuild(flat[own].copy()))
+        phases = self._play(
+            steps, flat.dtype, flat.size < self.size, lambda: tree.leaves[0].rebuild(flat[begin:end].copy())
+        )
+        return self._call(f"reduce_scatter({tree.text}, op={reduction.name})", phases, timeout_seconds)
+
+    reduce_scatter = _blocking(ireduce_scatter)
 
     # ------------------------------------------------------------------ spread and gather
 
-    def allgather(self, x: Any, *, timeout_seconds: float | None = None) -> list[Any]:
+    def iallgather(self, x: Any, *, timeout_seconds: float | None = None) -> Request[list[Any]]:
         """Give all ranks a list of all ranks' arrays, by rank; all are of one shape and dtype."""
-        gathered: list[Any] = self.iallgather(x).wait(timeout_seconds)
-        return gathered
-
-    def iallgather(self, x: Any) -> Request:
-        """Begin an `allgather`."""
         tree = take_tree(x)
         nbytes = tree.nbytes
         joined, parts = self._room_for_all(nbytes)
@@ -472,244 +474,184 @@ class Communicator:
         algorithm = "parallel" if nbytes <= 64 << 10 else "ring"
         bounds = [nbytes * rank for rank in range(self.size + 1)]
         steps = ALLGATHER[algorithm](self.rank, self.size, joined, self._chunk(joined, algorithm), bounds)
-        return self._call(
-            f"allgather({tree.text})",
-            chain([(steps, _BYTES)], self._meet(nbytes == 0)),
-            lambda: _unpack_all(tree, parts),
-        )
+        phases = self._play(steps, _BYTES, nbytes == 0, lambda: [tree.rebuild(part) for part in parts])
+        return self._call(f"allgather({tree.text})", phases, timeout_seconds)
 
-    def broadcast(self, x: Any = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+    allgather = _blocking(iallgather)
+
+    def ibroadcast(self, x: Any = None, root: int = 0, *, timeout_seconds: float | None = None) -> Request[Any]:
         """Give all ranks the root's array, tree of arrays, or Python value (see `isend`).
 
         x: elsewhere than on the root None, or an array of the same shape and dtype, whose kind (jax, its device) the
         result then has; with None it is numpy. If the root gives a Python value: None, or any Python value, which is
-        not looked at. The root gets x itself.
+        not looked at. The root gets x itself, and leaves it alone until the call is over.
         """
-        return self.ibroadcast(x, root).wait(timeout_seconds)
-
-    def ibroadcast(self, x: Any = None, root: int = 0) -> Request:
-        """Begin a `broadcast`. On the root x is left alone until it is over."""
-        self._check_rank("root", root)
-        is_root = self.rank == root
-        own = self._take(x) if x is not None or is_root else None
-        text, got = f"broadcast(root={root})", list[tuple[Tree, NDArray[np.uint8]]]()
+        is_root = self._is_root(root)
+        own = take(x) if x is not None or is_root else None
+        text = f"broadcast(root={root})"
 
         def phases() -> Phases:
-            told: list[str] = []
-            yield from self._tell(own.text if is_root and own else "", root, told)
-            tree = read_tree(told[0]) if own is None or (own.is_value and not is_root) else own
-            self._check_told(text, tree if own is None else own, told[0], root)
+            told = yield from self._tell(own.text if is_root and own else "", root)
+            tree = read_tree(told) if own is None or (own.is_value and not is_root) else own
+            self._check_told(text, tree if own is None else own, told, root)
             joined = np.frombuffer(tree.join(), _BYTES) if is_root else np.empty(tree.nbytes, _BYTES)
-            got.append((tree, joined))
             algorithm = self._rooted(tree.nbytes)
             yield BROADCAST[algorithm](self.rank, self.size, joined, root, self._chunk(joined, algorithm)), _BYTES
+            return lambda: x if is_root else tree.rebuild(joined)
 
-        def make() -> Any:
-            return x if is_root else self._rebuild(*got[0])
+        return self._call(text, phases(), timeout_seconds, confirm=True)
 
-        return self._call(text, phases(), make, confirm=True)
+    broadcast = _blocking(ibroadcast)
 
-    def scatter(self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+    def iscatter(
+        self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None
+    ) -> Request[Any]:
         """Give each rank its own of the root's arrays.
 
         xs: on the root one for each rank, all of one shape and dtype; not looked at elsewhere. The root gets its own
-        itself.
+        itself, and leaves xs alone until the call is over.
         """
-        return self.iscatter(xs, root).wait(timeout_seconds)
-
-    def iscatter(self, xs: Sequence[Any] | None = None, root: int = 0) -> Request:
-        """Begin a `scatter`. On the root xs are left alone until it is over."""
-        self._check_rank("root", root)
-        is_root = self.rank == root
+        is_root = self._is_root(root)
         trees = self._for_each("scatter", xs, take_tree) if is_root else []
-        text, got = f"scatter(root={root})", list[tuple[Tree, NDArray[np.uint8]]]()
 
         def phases() -> Phases:
-            told: list[str] = []
-            yield from self._tell(trees[0].text if is_root else "", root, told)
-            tree = trees[root] if is_root else read_tree(told[0])
+            told = yield from self._tell(trees[0].text if is_root else "", root)
+            tree = trees[root] if is_root else read_tree(told)
             parts = [np.frombuffer(each.join(), _BYTES) for each in trees]
             joined = parts[root] if is_root else np.empty(tree.nbytes, _BYTES)
-            got.append((tree, joined))
             chunk = choose_chunk_bytes("", self.size, tree.nbytes)
             yield algorithms.scatter(self.rank, self.size, parts, joined, root, chunk), _BYTES
+            return lambda: xs[root] if is_root and xs is not None else tree.rebuild(joined)
 
-        def make() -> Any:
-            tree, joined = got[0]
-            return xs[root] if is_root and xs is not None else tree.unpack(tree.split(joined))
+        return self._call(f"scatter(root={root})", phases(), timeout_seconds, confirm=True)
 
-        return self._call(text, phases(), make, confirm=True)
+    scatter = _blocking(iscatter)
 
-    def gather(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> list[Any] | None:
+    def igather(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> Request[list[Any] | None]:
         """Give the root a list of all ranks' arrays or Python values (see `isend`), by rank, and the others None.
 
         Arrays are of one shape and dtype on all ranks (`gatherv`: of different lengths). Python values may differ as
         they like; arrays on one rank and a Python value on another are CollectiveMismatch on all.
+        x is left alone until the call is over.
         """
-        gathered: list[Any] | None = self.igather(x, root).wait(timeout_seconds)
-        return gathered
-
-    def igather(self, x: Any, root: int = 0) -> Request:
-        """Begin a `gather`. x is left alone until it is over."""
-        self._check_rank("root", root)
-        is_root = self.rank == root
+        is_root = self._is_root(root)
         if is_value(x):
-            return self._igather_values(x, root)
+            packed = np.frombuffer(pack_value(x), _BYTES)
+            phases = self._gather_uneven((packed.size, packed), 1, root, lambda part: unpack_value(part[1].data))
+            return self._call(f"gather(value, root={root})", phases, timeout_seconds, confirm=True)
         tree = take_tree(x)
         part = np.frombuffer(tree.join(), _BYTES)
         parts = self._room_for_all(tree.nbytes)[1] if is_root else []
         if is_root:
             parts[root][:] = part
         steps = algorithms.gather(self.rank, self.size, part, parts, root, self._chunk(part))
-        return self._call(
-            f"gather({tree.text}, root={root})",
-            chain([(steps, _BYTES)], self._meet(tree.nbytes == 0)),
-            lambda: _unpack_all(tree, parts) if is_root else None,
-            confirm=True,
+        phases = self._play(
+            steps, _BYTES, tree.nbytes == 0, lambda: [tree.rebuild(one) for one in parts] if is_root else None
         )
+        return self._call(f"gather({tree.text}, root={root})", phases, timeout_seconds, confirm=True)
 
-    def _igather_values(self, x: Any, root: int) -> Request:
-        packed, parts = np.frombuffer(self._pack_value(x), _BYTES), list[_Part]()
-        phases = self._gather_uneven((packed.size, packed), 1, root, parts)
-        make = (lambda: [self._unpack_value(part) for _, part in parts]) if self.rank == root else _nothing
-        return self._call(f"gather(value, root={root})", phases, make, confirm=True)
+    gather = _blocking(igather)
 
-    def gatherv(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> list[Any] | None:
+    def igatherv(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> Request[list[Any] | None]:
         """Give the root a list of all ranks' arrays, by rank, and the others None.
 
         The arrays may differ in length along their first axis; dtype and all other axes are the same on all ranks.
+        x is left alone until the call is over.
         """
-        gathered: list[Any] | None = self.igatherv(x, root).wait(timeout_seconds)
-        return gathered
+        self._is_root(root)
+        rows = _Rows.take("gatherv", x)
+        phases = self._gather_uneven((rows.count, rows.joined), rows.nbytes, root, rows.rebuild)
+        return self._call(f"gatherv({rows.text}, root={root})", phases, timeout_seconds, confirm=True)
 
-    def igatherv(self, x: Any, root: int = 0) -> Request:
-        """Begin a `gatherv`. x is left alone until it is over."""
-        self._check_rank("root", root)
-        rows, parts = _Rows.take("gatherv", x), list[_Part]()
-        phases = self._gather_uneven((rows.count, rows.joined), rows.nbytes, root, parts)
-        make = (lambda: [rows.rebuild(part) for part in parts]) if self.rank == root else _nothing
-        return self._call(f"gatherv({rows.text}, root={root})", phases, make, confirm=True)
+    gatherv = _blocking(igatherv)
 
-    def scatterv(self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+    def iscatterv(
+        self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None
+    ) -> Request[Any]:
         """Give each rank its own of the root's arrays, which may differ in length along their first axis.
 
         xs: on the root one for each rank, of one dtype and equal in all other axes; not looked at elsewhere. The root
-        gets its own itself, the others a numpy array.
+        gets its own itself, and leaves xs alone until the call is over; the others get a numpy array.
         """
-        return self.iscatterv(xs, root).wait(timeout_seconds)
-
-    def iscatterv(self, xs: Sequence[Any] | None = None, root: int = 0) -> Request:
-        """Begin a `scatterv`. On the root xs are left alone until it is over."""
-        self._check_rank("root", root)
-        is_root = self.rank == root
+        is_root = self._is_root(root)
         each = self._for_each("scatterv", xs, partial(_Rows.take, "scatterv")) if is_root else []
-        got = list[tuple[Tree, NDArray[np.uint8]]]()
 
         def phases() -> Phases:
-            told: list[str] = []
-            yield from self._tell(
-                " ".join([each[0].text, *(str(one.count) for one in each)]) if is_root else "", root, told
-            )
-            kind, *counts = told[0].split(" ")
+            said = " ".join([each[0].text, *(str(one.count) for one in each)]) if is_root else ""
+            kind, *counts = (yield from self._tell(said, root)).split(" ")
             if len(counts) != self.size:
                 raise CollectiveMismatch(f"{self._group.name(root)} scatters {len(counts)} arrays to {self.size} ranks")
             tree = read_tree(kind.replace("*", counts[self.rank], 1))
             joined = each[root].joined if is_root else np.empty(tree.nbytes, _BYTES)
-            got.append((tree, joined))
             parts = [one.joined for one in each]
             yield algorithms.scatter(self.rank, self.size, parts, joined, root, LARGEST_CHUNK_BYTES), _BYTES
+            return lambda: xs[root] if is_root and xs is not None else tree.rebuild(joined)
 
-        def make() -> Any:
-            return xs[root] if is_root and xs is not None else self._rebuild(*got[0])
+        return self._call(f"scatterv(root={root})", phases(), timeout_seconds, confirm=True)
 
-        return self._call(f"scatterv(root={root})", phases(), make, confirm=True)
+    scatterv = _blocking(iscatterv)
 
-    def all_to_all(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> list[Any]:
+    def iall_to_all(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> Request[list[Any]]:
         """Give each rank r this rank's xs[r]; return what all ranks have given this one, by rank.
 
-        xs: one for each rank, all of one shape and dtype, on all ranks.
+        xs: one for each rank, all of one shape and dtype, on all ranks; left alone until the call is over.
         """
-        exchanged: list[Any] = self.iall_to_all(xs).wait(timeout_seconds)
-        return exchanged
-
-    def iall_to_all(self, xs: Sequence[Any]) -> Request:
-        """Begin an `all_to_all`. xs are left alone until it is over."""
         trees = self._for_each("all_to_all", xs, take_tree)
         tree = trees[self.rank]
         joined, parts = self._room_for_all(tree.nbytes)
         given = [np.frombuffer(each.join(), _BYTES) for each in trees]
         parts[self.rank][:] = given[self.rank]
         steps = algorithms.all_to_all(self.rank, self.size, given, parts, self._chunk(joined))
-        return self._call(
-            f"all_to_all({tree.text})",
-            chain([(steps, _BYTES)], self._meet(tree.nbytes == 0)),
-            lambda: _unpack_all(tree, parts),
-        )
+        phases = self._play(steps, _BYTES, tree.nbytes == 0, lambda: [tree.rebuild(part) for part in parts])
+        return self._call(f"all_to_all({tree.text})", phases, timeout_seconds)
 
-    def all_to_allv(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> list[Any]:
+    all_to_all = _blocking(iall_to_all)
+
+    def iall_to_allv(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> Request[list[Any]]:
         """Give each rank r this rank's xs[r]; return what all ranks have given this one, by rank.
 
         xs: one for each rank; they may differ in length along their first axis. dtype and all other axes are the same
-        for all, on all ranks.
+        for all, on all ranks. They are left alone until the call is over.
         """
-        exchanged: list[Any] = self.iall_to_allv(xs).wait(timeout_seconds)
-        return exchanged
-
-    def iall_to_allv(self, xs: Sequence[Any]) -> Request:
-        """Begin an `all_to_allv`. xs are left alone until it is over."""
         each = self._for_each("all_to_allv", xs, partial(_Rows.take, "all_to_allv"))
-        own, parts = each[self.rank], list[_Part]()
+        own = each[self.rank]
 
         def phases() -> Phases:
             sent, came = (np.array([[one.count] for one in each], _COUNTS) for _ in range(2))
             yield algorithms.all_to_all(self.rank, self.size, list(sent), list(came), 1), _COUNTS
-            parts.extend(self._room(rank, int(came[rank, 0]), own.nbytes) for rank in range(self.size))
+            parts = [self._room(rank, int(came[rank, 0]), own.nbytes) for rank in range(self.size)]
             into = [joined for _, joined in parts]
             into[self.rank][:] = own.joined
             joined = [one.joined for one in each]
             yield algorithms.all_to_all(self.rank, self.size, joined, into, LARGEST_CHUNK_BYTES), _BYTES
+            return lambda: [own.rebuild(part) for part in parts]
 
-        return self._call(f"all_to_allv({own.text})", phases(), lambda: [own.rebuild(part) for part in parts])
+        return self._call(f"all_to_allv({own.text})", phases(), timeout_seconds)
 
-    def barrier(self, *, timeout_seconds: float | None = None) -> None:
-        """Return once all ranks have called this."""
-        self.ibarrier().wait(timeout_seconds)
+    all_to_allv = _blocking(iall_to_allv)
 
-    def ibarrier(self) -> Request:
-        """Begin a `barrier`; the request is over once all ranks have begun it."""
-        return self._call("barrier()", iter([(algorithms.barrier(self.rank, self.size), _BYTES)]), lambda: None)
+    def ibarrier(self, *, timeout_seconds: float | None = None) -> Request[None]:
+        """Be over once all ranks have called this."""
+        return self._call("barrier()", self._meet(True), timeout_seconds)
+
+    barrier = _blocking(ibarrier)
 
     # ------------------------------------------------------------------ how
 
-    def _request(self, what: str, make: Callable[[], Any], timeout_seconds: float | None = None) -> Request:
+    def _seconds(self, timeout_seconds: float | None) -> float:
+        return self.timeout_seconds if timeout_seconds is None else timeout_seconds
+
+    def _request(self, what: str, timeout_seconds: float | None) -> Request[Any]:
         if os.getpid() != self._process:
             raise LocalProtocolError(f"{what}: this communicator is another process's: create one after the fork")
-        request = Request(self, what, self.timeout_seconds if timeout_seconds is None else timeout_seconds, make)
+        request: Request[Any] = Request(self._group, what, self._seconds(timeout_seconds))
         with self._closing:
             if self._closed:
                 raise LocalProtocolError(f"{what}: this communicator is closed")
             self._requests.add(request)
         return request
 
-    def _take(self, x: Any) -> Tree:
-        return take_value(self._pack_value(x)) if is_value(x) else take_tree(x)
-
-    def _rebuild(self, tree: Tree, joined: NDArray[np.uint8]) -> Any:
-        made = tree.unpack(tree.split(joined))
-        return self._unpack_value(made[0]) if tree.is_value else made
-
-    def _pack_value(self, value: Any) -> bytes:
-        """Return a Python value as bytes; what knows how to pack them does it here."""
-        raise ConfigError(f"{type(value).__name__} does not travel by this communicator: it carries arrays only")
-
-    def _unpack_value(self, packed: NDArray[np.uint8]) -> Any:
-        raise LocalProtocolError("a Python value came to a communicator that carries arrays only")
-
-    def _post(self, request: Request, transfer: Any, post: Callable[[], object]) -> Request:
-        group, request.doing = self._group, transfer
-        return self._begin(request, lambda: group.post(request, transfer, post))
-
-    def _begin(self, request: Request, begin: Callable[[], object]) -> Request:
+    def _begin(self, request: Request[Any], begin: Callable[[], object]) -> Request[Any]:
         """Have the port's thread begin a request; once all is over, it need not be alive any more."""
         if (error := self._group.broken) is not None:
             request.complete(error)
@@ -717,100 +659,52 @@ class Communicator:
             self._endpoint.port.call(begin)
         return request
 
-    def _receive(self, source: int, tag: int, into: NDArray[Any] | None, envelope: Envelope | None) -> Request:
-        if into is not None:
-            _check_into(into)
-        receiving = Receiving(source, tag, into=into)
+    def _call(
+        self,
+        text: str,
+        phases: Phases,
+        timeout_seconds: float | None,
+        *,
+        confirm: bool = False,
+        operation: str = "",
+    ) -> Request[Any]:
+        request = self._request(text, timeout_seconds)
+        return self._begin(request, lambda: self._group.begin(request, text, phases, confirm, operation))
 
-        def make() -> Any:
-            if receiving.cancelled:
-                raise LocalProtocolError("this receive was cancelled")
-            assert receiving.envelope is not None and receiving.joined is not None
-            tree = receiving.envelope.tree
-            return into if into is not None else self._rebuild(tree, receiving.joined)
+    def _post(
+        self, what: str, transfer: Transfer, post: Callable[[], object], timeout_seconds: float | None = None
+    ) -> Request[Any]:
+        request = self._request(what, timeout_seconds)
+        request.doing = transfer
+        return self._begin(request, lambda: self._group.post(request, transfer, post))
 
-        request = self._request(f"recv(source={_any(source)}, tag={_any(tag)})", make)
-        matching = self._group.matching
-        if envelope is None:
-            return self._post(request, receiving, lambda: matching.receive(receiving))
-        return self._post(request, receiving, lambda: matching.receive_found(receiving, envelope))
+    def _receive(self, receiving: Receiving, found: Envelope | None = None) -> Request[Any]:
+        if receiving.into is not None:
+            _check_into(receiving.into)
+        what = f"recv(source={_any(receiving.peer)}, tag={_any(receiving.tag)})"
+        return self._post(what, receiving, lambda: self._group.matching.receive(receiving, found))
 
-    def _find(self, source: int, tag: int, *, take: bool, seconds: float | None) -> Envelope | None:
+    def _find(self, source: int, tag: int, *, take: bool, seconds: float | None = None) -> Message | None:
         """Probe. seconds: how long to wait for a message; None: not at all."""
-        finding = Finding(source, tag, take=take)
-        request = self._request(f"probe(source={_any(source)}, tag={_any(tag)})", lambda: None)
-        self._post(request, finding, lambda: self._group.matching.probe(finding, wait=seconds is not None))
-        try:
-            request.wait(seconds)
-        except CollectiveTimeout:
-            if self.cancel(request):
-                raise
-            request.wait(seconds)  # it has ended since, well or not
-        return finding.envelope
+        self._check(source, tag)
+        finding, wait = Finding(source, tag, take=take), seconds is not None
+        what = f"probe(source={_any(source)}, tag={_any(tag)})"
+        _wait_or_cancel(self._post(what, finding, lambda: self._group.matching.probe(finding, wait=wait)), seconds)
+        return None if finding.envelope is None else Message(finding.envelope.status, finding.envelope)
 
-    def _checked(self, source: int, tag: int) -> tuple[int, int]:
+    def _check(self, source: int, tag: int) -> None:
         if source != ANY_SOURCE:
             self._check_rank("source", source)
         if tag != ANY_TAG:
             _check_tag(tag)
-        return source, tag
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise ConfigError(f"{name} must be 0 to {self.size - 1} in a group of {self.size}, got {rank}")
 
-    # ------------------------------------------------------------------ the host of its requests
-
-    def check_may_wait(self) -> None:
-        """Raise LocalProtocolError in the port's own thread: what it waits for could not come about."""
-        if threading.get_ident() == self._endpoint.thread:
-            raise LocalProtocolError("a callback of a request must not wait: hand the work to another thread")
-
-    def explain(self, request: Request, waited_seconds: float) -> CollectiveTimeout | None:
-        """Ask the others, and say in an error why a request is not over; None: it is, by now."""
-        answers = queue.SimpleQueue[CollectiveTimeout | None]()
-        self._endpoint.port.call(lambda: self._group.explain(request, waited_seconds, answers.put))
-        try:
-            return answers.get(timeout=_GRACE_SECONDS)
-        except queue.Empty:
-            return CollectiveTimeout(f"{request.what} has waited {waited_seconds:.3g} s, and the port does not answer")
-
-    def cancel(self, request: Request) -> bool:
-        """Take a request back; True if that came in time."""
-        self.check_may_wait()
-        transfer, settled = request.doing, threading.Event()
-        if not isinstance(transfer, Sending | Receiving | Finding) or transfer.ended:
-            return False
-
-        def cancel() -> None:
-            if isinstance(transfer, Sending):
-                transfer.answered = settled.set
-            self._group.matching.cancel(transfer)
-            self._group.settle()
-            if not isinstance(transfer, Sending) or transfer.taken:
-                settled.set()
-
-        request.add_done_callback(lambda _: settled.set())
-        self._endpoint.port.call(cancel)
-        settled.wait(self.timeout_seconds)
-        return transfer.withdrawn if isinstance(transfer, Sending) else transfer.cancelled
-
-    def _call(
-        self,
-        text: str,
-        phases: Phases,
-        make: Callable[[], Any],
-        *,
-        confirm: bool = False,
-        operation: str = "",
-        timeout_seconds: float | None = None,
-    ) -> Request:
-        request, group = self._request(text, make, timeout_seconds), self._group
-        return self._begin(request, lambda: group.begin(request, text, phases, confirm, operation))
-
-    def _read_codec(self, codec: Any) -> Any:
-        """Return the codec that this stands for; what knows codecs by their names reads a spec here."""
-        return codec
+    def _is_root(self, root: int) -> bool:
+        self._check_rank("root", root)
+        return self.rank == root
 
     def _chunk(self, flat: NDArray[Any], algorithm: str = "") -> int:
         return max(1, choose_chunk_bytes(algorithm, self.size, flat.nbytes) // flat.itemsize)
@@ -818,16 +712,22 @@ class Communicator:
     def _rooted(self, nbytes: int) -> str:
         return "tree" if self.size <= 2 or nbytes <= 256 << 10 else "chain"
 
-    def _gather_uneven(self, own: _Part, item_bytes: int, root: int, parts: list[_Part]) -> Phases:
-        """Bring parts of any numbers of items to the root, where they are put in `parts`: first the numbers."""
-        count = np.array([own[0]], _COUNTS)
-        counts = np.full((self.size, 1), own[0], _COUNTS)
-        yield algorithms.gather(self.rank, self.size, count, list(counts), root, 1), _COUNTS
+    def _play(self, steps: Steps, dtype: np.dtype[Any], is_empty: bool, make: Callable[[], Any]) -> Phases:
+        """Play one algorithm. make: makes the call's result."""
+        yield steps, dtype
+        yield from self._meet(is_empty)
+        return make
+
+    def _gather_uneven(self, own: _Part, item_bytes: int, root: int, rebuild: Callable[[_Part], Any]) -> Phases:
+        """Bring parts of any numbers of items to the root: first the numbers. rebuild: makes the result of a part."""
+        counts, parts = np.full((self.size, 1), own[0], _COUNTS), list[_Part]()
+        yield algorithms.gather(self.rank, self.size, counts[self.rank], list(counts), root, 1), _COUNTS
         if self.rank == root:
-            parts.extend(self._room(rank, int(counts[rank, 0]), item_bytes) for rank in range(self.size))
+            parts = [self._room(rank, int(counts[rank, 0]), item_bytes) for rank in range(self.size)]
             parts[root][1][:] = own[1]
         into = [joined for _, joined in parts]
         yield algorithms.gather(self.rank, self.size, own[1], into, root, LARGEST_CHUNK_BYTES), _BYTES
+        return lambda: [rebuild(part) for part in parts] if self.rank == root else None
 
     def _room(self, source: int, count: int, item_bytes: int) -> _Part:
         """Return room for so many items of a rank. Raise CollectiveMismatch for a number that cannot be."""
@@ -841,7 +741,7 @@ class Communicator:
             f"{self._group.name(self.rank)} has no memory"
         )
 
-    def _meet(self, needed: bool) -> Phases:
+    def _meet(self, needed: bool) -> Generator[Phase, None, None]:
         """A barrier, where needed: a result that holds values of all ranks shows that their calls were the same, and
         one without values needs messages that do."""
         if needed:
@@ -881,8 +781,8 @@ class Communicator:
         joined = np.empty(self.size * nbytes, _BYTES)
         return joined, [joined[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.size)]
 
-    def _tell(self, text: str, root: int, told: list[str]) -> Iterator[tuple[Steps, np.dtype[Any]]]:
-        """Broadcast a text of the root's, which is put in `told`."""
+    def _tell(self, text: str, root: int) -> Generator[Phase, None, str]:
+        """Broadcast a text of the root's, and return it."""
         spoken = text.encode()
         first = np.zeros(_TOLD_BYTES, _BYTES)
         if self.rank == root:
@@ -893,12 +793,11 @@ class Communicator:
         length = int.from_bytes(first[:8].tobytes(), "little")
         if length > MAX_TEXT_BYTES:
             raise CollectiveMismatch(f"{self._group.name(root)} describes its arrays in {length} bytes")
-        if length > _TOLD_BYTES - 8:
-            rest = np.frombuffer(spoken, _BYTES) if self.rank == root else np.empty(length, _BYTES)
-            yield BROADCAST["tree"](self.rank, self.size, rest, root, 1 << 20), _BYTES
-            told.append(rest.tobytes().decode())
-        else:
-            told.append(first[8 : 8 + length].tobytes().decode())
+        if length <= _TOLD_BYTES - 8:
+            return first[8 : 8 + length].tobytes().decode()
+        rest = np.frombuffer(spoken, _BYTES) if self.rank == root else np.empty(length, _BYTES)
+        yield BROADCAST["tree"](self.rank, self.size, rest, root, 1 << 20), _BYTES
+        return rest.tobytes().decode()
 
     def _check_told(self, text: str, tree: Tree, told: str, root: int) -> None:
         if tree.text != told and not (tree.is_value and read_tree(told).is_value):
@@ -931,22 +830,16 @@ class _Rows:
 
     @property
     def count(self) -> int:
-        """How many rows this rank has."""
         return int(self.leaf.values.shape[0])
 
     @property
     def joined(self) -> NDArray[np.uint8]:
-        """The bytes of all rows."""
         return np.frombuffer(as_bytes(self.leaf.values), _BYTES)
 
     def rebuild(self, part: _Part) -> Any:
         """Return the rows of any rank as an array of the caller's kind."""
         count, joined = part
         return self.leaf.rebuild(joined.view(self.leaf.values.dtype).reshape(count, *self.leaf.values.shape[1:]))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _reductions(op: Op, tree: Tree) -> tuple[list[Reduction], str]:
@@ -974,11 +867,17 @@ def _put(tree: Tree, into: NDArray[Any]) -> NDArray[Any]:
     return flat
 
 
-def _unpack_all(tree: Tree, parts: Sequence[NDArray[np.uint8]]) -> list[Any]:
-    return [tree.unpack(tree.split(part)) for part in parts]
+def _wait_or_cancel(request: Request[Any], timeout_seconds: float | None) -> Any:
+    """Wait for a request that takes nothing if its time is up, unless it has ended since, well or not."""
+    try:
+        return request.wait(timeout_seconds)
+    except CollectiveTimeout:
+        if request.cancel():
+            raise
+        return request.wait(timeout_seconds)
 
 
-def _is_in_flight(request: Request) -> bool:
+def _is_in_flight(request: Request[Any]) -> bool:
     """Tell whether a request that is not over will be without a further call of this rank."""
     doing = request.doing
     if request.test() or isinstance(doing, Finding):

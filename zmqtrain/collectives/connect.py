@@ -1,4 +1,4 @@
-"""Opens a process's port to its group, whose processes meet at a broker, and the communicator over it.
+"""Opens a process's port to its group, whose processes meet at a broker.
 
 A process listens at the address by which it reaches the hub itself, because the others reach it there.
 """
@@ -9,19 +9,15 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from zmqtrain.codecs.base import codec_from_spec
-from zmqtrain.collectives import communicator
-from zmqtrain.collectives.communicator import TIMEOUT_SECONDS
 from zmqtrain.collectives.group_connection import GroupConnection
 from zmqtrain.collectives.mesh import Meeting, MeshPort
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.types import PeerId
-from zmqtrain.protocol.framing import pack_value, unpack_value
 from zmqtrain.protocol.groups import MAX_PROCESSES
 from zmqtrain.protocol.messages import JoinGroup
 from zmqtrain.transport.address import is_loopback, local_address, parse_address, public_address
@@ -145,42 +141,3 @@ def _address_towards(hub: str) -> str:
     if not here:
         raise ConfigError(f"no way leads from here to {host}: check the address of the hub and this machine's network")
     return f"tcp://{f'[{here}]' if ':' in here else here}:0"
-
-
-class Communicator(communicator.Communicator):
-    """A process's communicator with its group; its calls are those of `collectives.communicator`."""
-
-    @classmethod
-    def create(
-        cls,
-        hub: str,
-        size: int,
-        rank: int | None = None,
-        *,
-        group: str = "default",
-        name: str | None = None,
-        server_key: GivenServerKey = None,
-        keys: GivenKeys = None,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ) -> Communicator:
-        """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's communicator.
-
-        rank: the wanted rank, from 0; None: by arrival.  group: processes that give the same name meet.
-        name: for people.  server_key, keys: as for `zmqtrain.connect`, but no key file is searched.
-        timeout_seconds: how long to wait for the others, and the default of every wait.
-        Raises ConfigError, HubUnreachable, JoinRefused (the others ask for something else), CollectiveTimeout (who is
-        here, and how many are missing).
-        """
-        port = open_port(
-            hub, size, rank, group=group, name=name, server_key=server_key, keys=keys, timeout_seconds=timeout_seconds
-        )
-        return cls(port, timeout_seconds=timeout_seconds)
-
-    def _read_codec(self, codec: Any) -> Any:
-        return codec_from_spec(codec) if isinstance(codec, str) else codec
-
-    def _pack_value(self, value: Any) -> bytes:
-        return pack_value(value)
-
-    def _unpack_value(self, packed: Any) -> Any:
-        return unpack_value(packed)

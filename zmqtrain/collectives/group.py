@@ -17,21 +17,23 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Generic, TypeVar, cast
 
 from zmqtrain.collectives.algorithms import HUB
 from zmqtrain.collectives.arrays import dtype_of_code
 from zmqtrain.collectives.calls import Call, Calls, Phases
-from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, CLOSING, Matching, Receiving, Status, Transfer, status_of
+from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, CLOSING, Matching, Receiving, Sending, Status, Transfer
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind, digest, pack, unpack
 from zmqtrain.core.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     FramingError,
+    LocalProtocolError,
     PeerLost,
     RemoteProtocolError,
     ZmqTrainError,
@@ -42,37 +44,29 @@ from zmqtrain.core.types import Buffer, HubChunk
 logger = logging.getLogger(__name__)
 
 
-class Host(Protocol):
-    """Who makes the requests come true: a communicator."""
+Result = TypeVar("Result")
 
-    def explain(self, request: Request, waited_seconds: float) -> CollectiveTimeout | None:
-        """Say in an error why a request is not over; None: it is, by now."""
-
-    def cancel(self, request: Request) -> bool:
-        """Take a request back; True if that came in time."""
-
-    def check_may_wait(self) -> None:
-        """Raise LocalProtocolError in the port's own thread."""
-
+GRACE_SECONDS = 5.0
+"""For the port's own thread to answer."""
 
 _EMPTY = Status(ANY_SOURCE, ANY_TAG, (), "", 0, 0)
 """Of what is over and has received no message: a send, a collective."""
 
 
-class Request:
+class Request(Generic[Result]):
     """A message or a collective in flight. Made by a communicator.
 
-    what: in words.  timeout_seconds: the default of `wait`.  doing: the machine's side of it.
-    make: makes the result, in the thread that asks for it, once.
+    group: of the communicator.  what: in words.  timeout_seconds: the default of `wait`.  doing: the machine's side of
+    it; known once it is over.
     """
 
-    def __init__(self, host: Host, what: str, timeout_seconds: float, make: Callable[[], Any]) -> None:
+    def __init__(self, group: Group, what: str, timeout_seconds: float) -> None:
         self.what, self.timeout_seconds = what, timeout_seconds
-        self.doing: Any = None
-        self._host, self._make = host, make
+        self.doing: Call | Transfer | None = None
+        self._group = group
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._callbacks: list[Callable[[Request], object]] = []
+        self._callbacks: list[Callable[[Request[Result]], object]] = []
         self._error: ZmqTrainError | None = None
         self._result: Any = None
         self._made = False
@@ -94,7 +88,7 @@ class Request:
         receiving, over = self.doing, self._over.is_set() and self._error is None
         if not over or not isinstance(receiving, Receiving) or receiving.envelope is None:
             return None
-        return status_of(receiving.envelope)
+        return receiving.envelope.status
 
     def get_status(self) -> Status | None:
         """Return the status of a request that is over, None as long as it is not; never waits, and changes nothing.
@@ -107,7 +101,7 @@ class Request:
         self.wait()
         return self.status or _EMPTY
 
-    def wait(self, timeout_seconds: float | None = None) -> Any:
+    def wait(self, timeout_seconds: float | None = None) -> Result:
         """Wait until it is over; return its result: of a receive or a collective what came of it, else None.
 
         timeout_seconds: the communicator's if None.  Raises PeerLost if a rank was lost, CollectiveMismatch if ranks
@@ -118,9 +112,10 @@ class Request:
             if self._error is not None:
                 raise self._error.with_traceback(None)
             if not self._made:
-                self._result, self._made = self._make(), True
-                self._make = _make_nothing  # what it was made of is freed
-            return self._result
+                assert self.doing is not None
+                self._result, self._made = self.doing.result(), True
+            made: Result = self._result
+            return made
 
     def cancel(self) -> bool:
         """Take it back: True if it was over before anybody else took part in it, and had no effect.
@@ -128,9 +123,25 @@ class Request:
         A receive that nothing has come for can be; a send that its receiver has not matched, if it is too large to have
         been sent already; a collective never. `wait` of what was cancelled raises LocalProtocolError.
         """
-        return self._host.cancel(self)
+        endpoint, transfer, settled = self._group.endpoint, self.doing, threading.Event()
+        endpoint.check_may_wait()
+        if not isinstance(transfer, Transfer) or transfer.ended:
+            return False
 
-    def add_done_callback(self, call: Callable[[Request], object]) -> None:
+        def cancel() -> None:
+            if isinstance(transfer, Sending):
+                transfer.answered = settled.set
+            self._group.matching.cancel(transfer)
+            self._group.settle()
+            if not isinstance(transfer, Sending) or transfer.taken:
+                settled.set()
+
+        self.add_done_callback(lambda _: settled.set())
+        endpoint.port.call(cancel)
+        settled.wait(self.timeout_seconds)
+        return transfer.cancelled
+
+    def add_done_callback(self, call: Callable[[Request[Result]], object]) -> None:
         """Have `call(request)` called once it is over, in the port's thread, where it must not wait; or at once."""
         with self._lock:
             if not self._over.is_set():
@@ -152,22 +163,27 @@ class Request:
             except Exception:
                 logger.exception("a callback of %s failed", self.what)
 
+    def explain(self, waited_seconds: float) -> CollectiveTimeout | None:
+        """Ask the other ranks, and say in an error why this is not over; None: it is, by now."""
+        answers = queue.SimpleQueue[CollectiveTimeout | None]()
+        self._group.endpoint.port.call(lambda: self._group.explain(self, waited_seconds, answers))
+        try:
+            return answers.get(timeout=GRACE_SECONDS)
+        except queue.Empty:
+            return CollectiveTimeout(f"{self.what} has waited {waited_seconds:.3g} s, and the port does not answer")
+
     def _wait_until_over(self, timeout_seconds: float) -> None:
         if self._over.is_set():
             return
-        self._host.check_may_wait()
+        self._group.endpoint.check_may_wait()
         started = time.monotonic()
         if not self._over.wait(max(0.0, timeout_seconds)):
-            error = self._host.explain(self, time.monotonic() - started)
+            error = self.explain(time.monotonic() - started)
             if error is not None and not self._over.is_set():
                 raise error
 
 
-def _make_nothing() -> None:
-    pass
-
-
-def wait_all(requests: Sequence[Request], timeout_seconds: float | None = None) -> list[Any]:
+def wait_all(requests: Sequence[Request[Any]], timeout_seconds: float | None = None) -> list[Any]:
     """Wait until all are over; return their results in order.
 
     timeout_seconds: for all together; the longest of their communicators' if None.  Raises as `Request.wait` does, for
@@ -180,7 +196,7 @@ def wait_all(requests: Sequence[Request], timeout_seconds: float | None = None) 
     return [request.wait(max(0.0, until - time.monotonic())) for request in requests]
 
 
-def wait_any(requests: Sequence[Request], timeout_seconds: float | None = None) -> int:
+def wait_any(requests: Sequence[Request[Any]], timeout_seconds: float | None = None) -> int:
     """Wait until one is over, well or not; return its index, the lowest if several are.
 
     timeout_seconds: the longest of their communicators' if None.  Raises CollectiveTimeout for the first one if none
@@ -193,7 +209,7 @@ def wait_any(requests: Sequence[Request], timeout_seconds: float | None = None) 
     for request in requests:
         request.add_done_callback(lambda _: some.set())
     if not any(request.test() for request in requests):
-        requests[0]._host.check_may_wait()
+        requests[0]._group.endpoint.check_may_wait()
         if not some.wait(max(0.0, seconds)):
             requests[0]._wait_until_over(0.0)
     return next(index for index, request in enumerate(requests) if request.test())
@@ -219,13 +235,11 @@ class Traffic:
     values_received: int = 0
 
     def count_sent(self, size: int, values: int) -> None:
-        """Count a message of so many bytes."""
         self.messages_sent += 1
         self.bytes_sent += size
         self.values_sent += values
 
     def count_received(self, head: int, values: int) -> None:
-        """Count a message of so many bytes of head and of values."""
         self.messages_received += 1
         self.bytes_received += head + values
         self.values_received += values
@@ -233,11 +247,11 @@ class Traffic:
 
 @dataclass(slots=True)
 class _Question:
-    request: Request
+    request: Request[Any]
     waited_seconds: float
     unanswered: set[int]
-    until: float | None
-    answer: Callable[[CollectiveTimeout | None], object]
+    answers: queue.SimpleQueue[CollectiveTimeout | None]
+    until: float | None = None
     asked: int = 0  # which time of asking is for it: answers to earlier ones say nothing of now
 
 
@@ -252,7 +266,8 @@ class Group:
         self, endpoint: Endpoint, context: int, members: tuple[int, ...], rank: int, names: tuple[str, ...]
     ) -> None:
         self.context, self.members, self.size, self.rank, self.names = context, members, len(members), rank, names
-        self._endpoint = endpoint
+        self.endpoint = endpoint
+        self.others = [other for other in range(self.size) if other != rank]
         self.traffic = Traffic()
         self.broken: ZmqTrainError | None = None
         self.calls = Calls(self.rank, self.size, self)
@@ -266,9 +281,13 @@ class Group:
         """Return what people call a rank."""
         return f"rank {rank} ({self.names[rank]})" if 0 <= rank < self.size else "the hub"
 
+    def lost(self, rank: int, why: str) -> PeerLost:
+        """Return the error of calls that need a lost rank, or the hub."""
+        return PeerLost("the hub" if rank == HUB else self.names[rank], why, rank)
+
     # ------------------------------------------------------------------ what this rank asks for
 
-    def begin(self, request: Request, text: str, phases: Phases, confirm: bool, operation: str) -> None:
+    def begin(self, request: Request[Any], text: str, phases: Phases, confirm: bool, operation: str) -> None:
         """Make the next collective call."""
         if self.broken is not None:
             request.complete(self.broken)
@@ -280,7 +299,7 @@ class Group:
             self._fail(error, f"call number {self.calls.number}, {text}")
         self.settle()
 
-    def post(self, request: Request, transfer: Transfer, post: Callable[[], object]) -> None:
+    def post(self, request: Request[Any], transfer: Transfer, post: Callable[[], object]) -> None:
         """Have the matching do something with a transfer of this request's."""
         transfer.owner = request
         if self.broken is not None:
@@ -318,9 +337,9 @@ class Group:
         if to != self.rank:
             if to == HUB:
                 assert values is not None
-                size = self._endpoint.reduce(self.context, head, values)
+                size = self.endpoint.reduce(self.context, head, values)
             else:
-                size = self._endpoint.send(self.members[to], self.context, head, values)
+                size = self.endpoint.send(self.members[to], self.context, head, values)
             self.traffic.count_sent(size, 0 if values is None else values.nbytes)
             return
         if values is not None and values.nbytes < COPIED_BELOW_BYTES:
@@ -343,12 +362,11 @@ class Group:
                     self._hear_answer(source)
             elif kind == Kind.LEAVING:
                 why = f"{_LEFT} after {head.text}" if head.text else _LEFT
-                self._endpoint.note_lost(self.members[source], why)
-                error = self._gone[source] = PeerLost(self.names[source], why, source)
-                alone = all(rank in self._gone for rank in range(self.size) if rank != self.rank)
-                self.matching.lose(source, error, alone)
+                self.endpoint.note_lost(self.members[source], why)
+                error = self._gone[source] = self.lost(source, why)
+                self.matching.lose(source, error, alone=all(rank in self._gone for rank in self.others))
             elif kind == Kind.TAKE and head.flag == CLOSING:
-                self.matching.refused(source, head.number, PeerLost(self.names[source], _LEFT, source))
+                self.matching.refused(source, head.number, self.lost(source, _LEFT))
             else:
                 self.matching.hear(source, head, values)
         except FramingError as error:
@@ -360,10 +378,10 @@ class Group:
     def on_lost(self, rank: int, why: str) -> None:
         """Handle the loss of a rank (this one, if it is cut off), or of the hub, which ends calls that it reduces."""
         if rank == HUB:
-            self._gone[HUB] = PeerLost(self.name(HUB), why, HUB)
+            self._gone[HUB] = self.lost(HUB, why)
             self.settle()
         elif rank not in self._gone:
-            self.break_off(PeerLost(self.names[rank], why, rank))
+            self.break_off(self.lost(rank, why))
 
     def on_tick(self, now: float) -> None:
         """Let time pass."""
@@ -377,15 +395,12 @@ class Group:
                 self._answer(question)
 
     def _hear_broken(self, head: Head) -> None:
-        if head.flag:
-            self._endpoint.note_difference(self.context)
-            self.break_off(CollectiveMismatch(head.text), tell=False)
-        elif head.place == HUB:
-            self._endpoint.note_difference(self.context)
-            self.break_off(PeerLost(self.name(HUB), head.text, HUB), tell=False)
+        if head.flag or head.place == HUB:
+            self.endpoint.note_difference(self.context)
+            self.break_off(CollectiveMismatch(head.text) if head.flag else self.lost(HUB, head.text), tell=False)
         elif 0 <= head.place < self.size:
-            self._endpoint.note_lost(self.members[head.place], head.text)
-            self.break_off(PeerLost(self.names[head.place], head.text, head.place), tell=False)
+            self.endpoint.note_lost(self.members[head.place], head.text)
+            self.break_off(self.lost(head.place, head.text), tell=False)
 
     # ------------------------------------------------------------------ the end of it
 
@@ -408,15 +423,15 @@ class Group:
         if tell:
             lost = isinstance(error, PeerLost)
             if not lost or error is self._gone.get(HUB):
-                self._endpoint.note_difference(self.context)
+                self.endpoint.note_difference(self.context)
             head = Head(
                 Kind.BROKEN,
                 flag=0 if lost else 1,
                 place=error.rank if isinstance(error, PeerLost) else -1,
                 text=(error.why if isinstance(error, PeerLost) else str(error))[:4096],
             )
-            for to in range(self.size):
-                if to != self.rank and to not in self._gone:
+            for to in self.others:
+                if to not in self._gone:
                     self._send(to, head, None)
         self.settle()
         for question in list(self._questions):
@@ -431,11 +446,10 @@ class Group:
         """Tell the others that this rank leaves. error: the exception that ended its work, if any."""
         said = "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST_REASON]
         text = "".join(character if character.isprintable() else " " for character in said)
-        for to in range(self.size):
-            if to != self.rank:
-                self._send(to, Head(Kind.LEAVING, text=text), None)
+        for to in self.others:
+            self._send(to, Head(Kind.LEAVING, text=text), None)
         if self.broken is None:
-            self.broken = PeerLost(self.names[self.rank], _LEFT, self.rank)
+            self.broken = self.lost(self.rank, _LEFT)
             self.calls.fail(self.broken)
             self.matching.fail(self.broken)
             self.settle()
@@ -451,11 +465,11 @@ class Group:
     # ------------------------------------------------------------------ why it takes so long
 
     def explain(
-        self, request: Request, waited_seconds: float, answer: Callable[[CollectiveTimeout | None], object]
+        self, request: Request[Any], waited_seconds: float, answers: queue.SimpleQueue[CollectiveTimeout | None]
     ) -> None:
-        """Ask all others what they do, then call `answer` with an error that says why a request is not over."""
-        others = {rank for rank in range(self.size) if rank != self.rank and rank not in self._gone}
-        question = _Question(request, waited_seconds, others, None, answer)
+        """Ask all others what they do, then put an error in `answers` that says why a request is not over."""
+        others = {rank for rank in self.others if rank not in self._gone}
+        question = _Question(request, waited_seconds, others, answers)
         self._questions.append(question)
         if not others or self.broken is not None or request.test():
             self._answer(question)
@@ -476,20 +490,17 @@ class Group:
         self._questions.remove(question)
         request, doing = question.request, question.request.doing
         if request.test() or doing is None:
-            question.answer(None)
+            question.answers.put(None)
             return
         if isinstance(doing, Call):
             what = f"{request.what} (call number {doing.number})"
             ranks = self._behind(doing, question.unanswered) or doing.waits_for
         else:
             what = request.what
-            ranks = (doing.peer,) if doing.peer != ANY_SOURCE else tuple(r for r in range(self.size) if r != self.rank)
+            ranks = (doing.peer,) if doing.peer != ANY_SOURCE else tuple(self.others)
         whom = "; ".join(self._describe(rank, doing, question.unanswered) for rank in ranks) or "nobody"
-        question.answer(
-            CollectiveTimeout(
-                f"{what} on {self.name(self.rank)} has waited {question.waited_seconds:.3g} s for {whom}", tuple(ranks)
-            )
-        )
+        said = f"{what} on {self.name(self.rank)} has waited {question.waited_seconds:.3g} s for {whom}"
+        question.answers.put(CollectiveTimeout(said, tuple(ranks)))
 
     def _behind(self, call: Call, unanswered: set[int]) -> tuple[int, ...]:
         others = self.calls.others
@@ -505,7 +516,6 @@ class Group:
         return f"{self.name(rank)}, {missing}the last it did: {did}"
 
     def doing(self) -> str:
-        """Say what this rank did last."""
         if self._doing is None:
             return f"{self._last}, which has ended" if self._last else "nothing yet"
         ranks = self._doing.waits_for if isinstance(self._doing, Call) else ()
@@ -515,6 +525,10 @@ class Group:
 
 _EARLY_MESSAGES = 65_536
 """How many messages may wait for a communicator that this process does not have yet."""
+
+
+Answers = queue.SimpleQueue[Group | CollectiveTimeout | None]
+"""Where a thread that shrinks gets the communicator of the survivors, None if it is cut off, or why it must wait."""
 
 
 class Endpoint:
@@ -529,7 +543,7 @@ class Endpoint:
         self._lost: dict[int, str] = {}
         self._differed: set[int] = set()  # contexts
         self._said: dict[int, str] = {}  # by rank of the port: the survivors' last words
-        self._shrinking: list[Callable[[Group | None], object]] = []
+        self._shrinking: list[Answers] = []
 
     def start(self) -> Group:
         """Start the port; return the communicator of all."""
@@ -547,6 +561,11 @@ class Endpoint:
         rank, names = members.index(self.port.rank), tuple(self.port.names[member] for member in members)
         group = self._groups[context] = Group(self, context, members, rank, names)
         return group
+
+    def check_may_wait(self) -> None:
+        """Raise LocalProtocolError in the port's own thread: what it waits for could not come about."""
+        if threading.get_ident() == self.thread:
+            raise LocalProtocolError("a callback of a request must not wait: hand the work to another thread")
 
     # ------------------------------------------------------------------ the port's thread
 
@@ -568,7 +587,6 @@ class Endpoint:
         return len(packed) + values.nbytes
 
     def on_message(self, rank: int, frames: list[Buffer]) -> None:
-        """See PortListener."""
         try:
             head, values = unpack(frames)
         except FramingError as error:
@@ -584,7 +602,6 @@ class Endpoint:
             self._early.append((rank, head, values))
 
     def on_lost(self, rank: int, why: str) -> None:
-        """See PortListener."""
         if rank == HUB:
             for group in list(self._groups.values()):
                 group.on_lost(HUB, why)
@@ -596,7 +613,6 @@ class Endpoint:
             self._look_who_survives()
 
     def on_tick(self, now: float) -> None:
-        """See PortListener."""
         for group in list(self._groups.values()):
             group.on_tick(now)
 
@@ -620,18 +636,18 @@ class Endpoint:
 
     # ------------------------------------------------------------------ who goes on
 
-    def shrink(self, done: Callable[[Group | None], object]) -> None:
-        """Call `done` with the communicator of the survivors, once they agree, or None if this rank is cut off."""
-        self._shrinking.append(done)
+    def shrink(self, answers: Answers) -> None:
+        """Answer with the communicator of the survivors, once they agree, or None if this rank is cut off."""
+        self._shrinking.append(answers)
         self._look_who_survives(say=True)
 
-    def stop_shrinking(self, done: Callable[[Group | CollectiveTimeout | None], object], seconds: float) -> None:
-        """Stop waiting: unless `done` was called, call it with an error that names the missing ranks."""
-        if done in self._shrinking:
-            self._shrinking.remove(done)
+    def stop_shrinking(self, answers: Answers, seconds: float) -> None:
+        """Stop waiting: unless that was answered, answer with an error that names the missing ranks."""
+        if answers in self._shrinking:
+            self._shrinking.remove(answers)
             missing = self._unheard()
             whom = ", ".join(f"{self.port.names[rank]} (rank {rank} at first)" for rank in missing)
-            done(CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing))
+            answers.put(CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing))
 
     def _unheard(self) -> tuple[int, ...]:
         """Return the living ranks of the port that have not sent the same list as this one."""
@@ -661,12 +677,8 @@ class Endpoint:
         """Send the list of survivors, if it is wanted and new; go on once all survivors have sent the same."""
         if not self._shrinking:
             return
-        shrinking = list(self._shrinking)
         if self.port.rank in self._lost:
-            self._shrinking.clear()
-            for done in shrinking:
-                done(None)
-            return
+            return self._answer_shrinking(None)
         words = self._last_words()
         if say or self._said.get(self.port.rank) != words:
             self._said[self.port.rank] = words
@@ -679,12 +691,15 @@ class Endpoint:
             if group.broken is not None:
                 self.retire(group)
         group = self._add(self._living())
-        self._shrinking.clear()
-        for done in shrinking:
-            done(group)
+        self._answer_shrinking(group)
         early, self._early = self._early, []
         for rank, head, values in early:
             if head.context == group.context and rank in group.members:
                 group.hear(group.members.index(rank), head, values)
             elif head.context not in self._over:
                 self._early.append((rank, head, values))
+
+    def _answer_shrinking(self, answer: Group | None) -> None:
+        shrinking, self._shrinking = self._shrinking, []
+        for answers in shrinking:
+            answers.put(answer)

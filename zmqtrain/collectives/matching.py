@@ -15,6 +15,7 @@ Source: the MPI standard 4.0, sec. 3.5 (order and progress), 3.8 (probe, matched
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.collectives.arrays import Tree, read_tree
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
-from zmqtrain.core.errors import CollectiveMismatch, FramingError, ZmqTrainError
+from zmqtrain.core.errors import CollectiveMismatch, FramingError, LocalProtocolError, ZmqTrainError
 
 ANY_SOURCE = -1
 """Any sender."""
@@ -65,27 +66,45 @@ class Envelope:
     tree: Tree
     values: memoryview | None  # None: they wait at the sender
 
+    @property
+    def status(self) -> Status:
+        tree, count = self.tree, sum(shape.size for shape in self.tree.shapes)
+        if tree.is_leaf:
+            shape, dtype = tree.shapes[0].shape, tree.shapes[0].dtype.name
+        else:
+            shape, dtype = (), "value" if tree.is_value else "tree"
+        return Status(self.source, self.tag, shape, dtype, self.nbytes, count)
+
 
 @dataclass(slots=True, eq=False)
 class Transfer:
     """Something that somebody waits for: one of the three below.
 
-    ended: it is over, well or not.  error: why not well.  owner: set by the caller.
+    ended: it is over, well or not.  error: why not well.  cancelled: it was taken back before anybody took part in it.
+    owner: set by the caller.
     """
 
     peer: int
     tag: int
     ended: bool = False
     error: ZmqTrainError | None = None
+    cancelled: bool = False
     owner: Any = None
+
+    def matches(self, envelope: Envelope) -> bool:
+        """Tell whether a receive or a probe is for this message."""
+        return self.peer in (ANY_SOURCE, envelope.source) and self.tag in (ANY_TAG, envelope.tag)
+
+    def result(self) -> Any:
+        """Return the result of a transfer that has ended well. Raise LocalProtocolError if it was cancelled."""
 
 
 @dataclass(slots=True, eq=False)
 class Sending(Transfer):
     """A message in flight to rank `peer`.
 
-    taken: somebody there receives it.  withdrawn: it never got there, its sender has it back.
-    answered: called once the other side has said whether its sender can have it back.
+    taken: somebody there receives it.  answered: called once the other side has said whether its sender can have it
+    back.
     """
 
     number: int = 0
@@ -93,8 +112,11 @@ class Sending(Transfer):
     taken: bool = False
     sent: int = 0
     received: int = 0
-    withdrawn: bool = False
     answered: Callable[[], object] | None = None
+
+    def result(self) -> None:
+        if self.cancelled:
+            raise LocalProtocolError("this send was cancelled")
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +131,12 @@ class Receiving(Transfer):
     joined: NDArray[np.uint8] | None = None
     received: int = 0
     reported: int = 0
-    cancelled: bool = False
+
+    def result(self) -> Any:
+        if self.cancelled:
+            raise LocalProtocolError("this receive was cancelled")
+        assert self.envelope is not None and self.joined is not None
+        return self.into if self.into is not None else self.envelope.tree.rebuild(self.joined)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,22 +145,6 @@ class Finding(Transfer):
 
     take: bool = False
     envelope: Envelope | None = None
-    cancelled: bool = False
-
-
-def status_of(envelope: Envelope) -> Status:
-    """Return the status of a message."""
-    tree, count = envelope.tree, sum(shape.size for shape in envelope.tree.shapes)
-    if tree.is_leaf:
-        shape, dtype = tree.shapes[0].shape, tree.shapes[0].dtype.name
-    else:
-        shape, dtype = (), "value" if tree.is_value else "tree"
-    return Status(envelope.source, envelope.tag, shape, dtype, envelope.nbytes, count)
-
-
-def matches(transfer: Transfer, envelope: Envelope) -> bool:
-    """Tell whether a receive or a probe is for this message."""
-    return transfer.peer in (ANY_SOURCE, envelope.source) and transfer.tag in (ANY_TAG, envelope.tag)
 
 
 EAGER_WINDOW_BYTES = 1 << 20
@@ -149,18 +160,32 @@ CLOSING = 2
 _ENVELOPE_BYTES = 64  # what an empty message counts for
 
 
-class Ranks(Protocol):
-    """Names of the ranks, for messages of errors."""
+class Member(Protocol):
+    """What the machines of a rank ask its communicator, for messages of errors."""
 
     def name(self, rank: int) -> str:
         """Return what people call a rank."""
+
+    def doing(self) -> str:
+        """Say what this rank did last."""
+
+
+@dataclass(slots=True)
+class _Eager:
+    """Bytes of EAGER messages, each with its envelope: sent to a rank, and returned by it; taken of those that it has
+    sent, and reported to it."""
+
+    sent: int = 0
+    returned: int = 0
+    taken: int = 0
+    reported: int = 0
 
 
 class Matching:
     """One rank's side of all messages between ranks."""
 
-    def __init__(self, rank: int, ranks: Ranks) -> None:
-        self.rank, self._name = rank, ranks.name
+    def __init__(self, rank: int, member: Member) -> None:
+        self.rank, self._name = rank, member.name
         self.outgoing: list[Outgoing] = []
         self.finished: list[Transfer] = []
         self._number = 0
@@ -171,10 +196,7 @@ class Matching:
         self._unexpected: list[Envelope] = []
         self._filling: dict[tuple[int, int], Receiving] = {}  # by (source, number)
         self._gone: dict[int, ZmqTrainError] = {}  # why nothing comes from a rank, or from any
-        self._eager_sent: dict[int, int] = {}
-        self._eager_returned: dict[int, int] = {}
-        self._eager_taken: dict[int, int] = {}
-        self._eager_reported: dict[int, int] = {}
+        self._eager: defaultdict[int, _Eager] = defaultdict(_Eager)  # by rank
 
     @property
     def waiting(self) -> list[Transfer]:
@@ -196,10 +218,9 @@ class Matching:
             return
         self._number += 1
         sending.number, sending.values = self._number, values
-        cost = nbytes + _ENVELOPE_BYTES
-        unreceived = self._eager_sent.get(to, 0) - self._eager_returned.get(to, 0)
-        if nbytes < COPIED_BELOW_BYTES and unreceived + cost <= EAGER_WINDOW_BYTES:
-            self._eager_sent[to] = self._eager_sent.get(to, 0) + cost
+        cost, eager = nbytes + _ENVELOPE_BYTES, self._eager[to]
+        if nbytes < COPIED_BELOW_BYTES and eager.sent - eager.returned + cost <= EAGER_WINDOW_BYTES:
+            eager.sent += cost
             head = Head(Kind.EAGER, number=sending.number, size=nbytes, place=sending.tag, text=text)
             self.outgoing.append((to, head, values if nbytes else None))
             self._end(sending)
@@ -207,23 +228,21 @@ class Matching:
             self._sending[sending.number] = sending
             self._say(to, Head(Kind.OFFER, number=sending.number, size=nbytes, place=sending.tag, text=text))
 
-    def receive(self, receiving: Receiving) -> None:
-        """Receive the first message that matches, now or when it comes."""
-        if (envelope := self._take_unexpected(receiving)) is not None:
+    def receive(self, receiving: Receiving, found: Envelope | None = None) -> None:
+        """Receive the first message that matches, now or when it comes; or the one that a probe has taken."""
+        if found is not None:
+            self._begin(receiving, found)
+        elif (envelope := self._first(receiving)) is not None:
+            self._unexpected.remove(envelope)
             self._begin(receiving, envelope)
         elif (error := self._hopeless(receiving)) is not None:
             self._end(receiving, error)
         else:
             self._posted.append(receiving)
 
-    def receive_found(self, receiving: Receiving, envelope: Envelope) -> None:
-        """Receive the message that a probe has taken."""
-        self._begin(receiving, envelope)
-
     def probe(self, finding: Finding, *, wait: bool) -> None:
         """Find the first message that matches; without `wait`, end at once, with no envelope if there is none."""
-        found = next((envelope for envelope in self._unexpected if matches(finding, envelope)), None)
-        if found is not None:
+        if (found := self._first(finding)) is not None:
             self._find(finding, found)
         elif not wait:
             self._end(finding)
@@ -234,16 +253,13 @@ class Matching:
 
     def cancel(self, transfer: Transfer) -> None:
         """Take back what is not matched yet; a message that was offered ends once the other side has answered."""
-        if isinstance(transfer, Receiving) and transfer in self._posted:
+        if isinstance(transfer, Sending):
+            if not transfer.ended and not transfer.taken:
+                self._say(transfer.peer, Head(Kind.WITHDRAW, number=transfer.number))
+        elif transfer in self._posted or transfer in self._probing:
+            self._forget(transfer)
             transfer.cancelled = True
-            _remove(self._posted, transfer)
             self._end(transfer)
-        elif isinstance(transfer, Finding) and not transfer.ended:
-            transfer.cancelled = True
-            _remove(self._probing, transfer)
-            self._end(transfer)
-        elif isinstance(transfer, Sending) and not transfer.ended and not transfer.taken:
-            self._say(transfer.peer, Head(Kind.WITHDRAW, number=transfer.number))
 
     def stop_receiving(self) -> None:
         """Refuse the messages that no receive has matched, those that are here and all later ones: nobody on this rank
@@ -303,16 +319,16 @@ class Matching:
             sending.received = head.size
             self._pump(sending)
         elif kind == Kind.RETURNED:
-            self._eager_returned[source] = head.size
+            self._eager[source].returned = head.size
         elif kind == Kind.WITHDRAW:
             offered = [e for e in self._unexpected if (e.source, e.number, e.values) == (source, head.number, None)]
             for envelope in offered:
-                _remove(self._unexpected, envelope)
+                self._unexpected.remove(envelope)
             self._say(source, Head(Kind.WITHDRAWN, number=head.number, flag=len(offered)))
         elif kind == Kind.WITHDRAWN and (withdrawn := self._sending.get(head.number)) is not None:
             if head.flag and withdrawn.peer == source:
                 del self._sending[head.number]
-                withdrawn.withdrawn = True
+                withdrawn.cancelled = True
                 self._end(withdrawn)
             elif withdrawn.answered is not None:
                 withdrawn.answered()
@@ -331,8 +347,8 @@ class Matching:
             raise FramingError(f"a message of {head.size} bytes with tag {head.place} that describes {head.text[:80]}")
         envelope = Envelope(source, head.place, head.number, head.size, tree, values)
         for receiving in self._posted:
-            if matches(receiving, envelope):
-                _remove(self._posted, receiving)
+            if receiving.matches(envelope):
+                self._posted.remove(receiving)
                 self._begin(receiving, envelope)
                 return
         if self._closing:
@@ -340,8 +356,8 @@ class Matching:
             return
         self._unexpected.append(envelope)
         for finding in list(self._probing):
-            if matches(finding, envelope):
-                _remove(self._probing, finding)
+            if finding.matches(envelope):
+                self._probing.remove(finding)
                 self._find(finding, envelope)
                 if finding.take:
                     return
@@ -416,11 +432,11 @@ class Matching:
             ) from error
 
     def _return(self, envelope: Envelope) -> None:
-        source = envelope.source
-        taken = self._eager_taken[source] = self._eager_taken.get(source, 0) + envelope.nbytes + _ENVELOPE_BYTES
-        if taken - self._eager_reported.get(source, 0) >= EAGER_WINDOW_BYTES // 4:
-            self._eager_reported[source] = taken
-            self._say(source, Head(Kind.RETURNED, size=taken))
+        eager = self._eager[envelope.source]
+        eager.taken += envelope.nbytes + _ENVELOPE_BYTES
+        if eager.taken - eager.reported >= EAGER_WINDOW_BYTES // 4:
+            eager.reported = eager.taken
+            self._say(envelope.source, Head(Kind.RETURNED, size=eager.taken))
 
     def _pump(self, sending: Sending) -> None:
         """Send as much of a message as its window allows; end it when the other side has all."""
@@ -436,25 +452,21 @@ class Matching:
     def _find(self, finding: Finding, envelope: Envelope) -> None:
         finding.envelope = envelope
         if finding.take:
-            _remove(self._unexpected, envelope)
+            self._unexpected.remove(envelope)
         self._end(finding)
 
-    def _take_unexpected(self, receiving: Receiving) -> Envelope | None:
-        for envelope in self._unexpected:
-            if matches(receiving, envelope):
-                _remove(self._unexpected, envelope)
-                return envelope
-        return None
+    def _first(self, transfer: Transfer) -> Envelope | None:
+        return next((envelope for envelope in self._unexpected if transfer.matches(envelope)), None)
 
     def _forget(self, transfer: Transfer) -> None:
         if isinstance(transfer, Sending):
             self._sending.pop(transfer.number, None)
         elif isinstance(transfer, Finding):
-            _remove(self._probing, transfer)
-        elif isinstance(transfer, Receiving):
-            _remove(self._posted, transfer)
-            for key in [key for key, filling in self._filling.items() if filling is transfer]:
-                del self._filling[key]
+            self._probing.remove(transfer)
+        elif isinstance(transfer, Receiving) and transfer.envelope is None:
+            self._posted.remove(transfer)
+        elif isinstance(transfer, Receiving) and transfer.envelope is not None:
+            del self._filling[transfer.envelope.source, transfer.envelope.number]
 
     def _say(self, to: int, head: Head) -> None:
         self.outgoing.append((to, head, None))
@@ -464,11 +476,3 @@ class Matching:
         if isinstance(transfer, Sending):
             transfer.values = NOTHING
         self.finished.append(transfer)
-
-
-def _remove(things: list[Any], thing: object) -> None:
-    """Take this very thing out of a list, if it is in it."""
-    for index, other in enumerate(things):
-        if other is thing:
-            del things[index]
-            return

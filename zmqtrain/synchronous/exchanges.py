@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.collectives.algorithms import ALLREDUCE
-from zmqtrain.collectives.connect import Communicator
+from zmqtrain.collectives.communicator import Communicator
 from zmqtrain.core.errors import ConfigError, JoinRefused, LocalProtocolError, PeerLost
 from zmqtrain.core.interfaces import GradientExchange
 from zmqtrain.core.settings import RunSettings
