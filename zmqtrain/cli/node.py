@@ -58,7 +58,7 @@ from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP, connect
 from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
-from zmqtrain.planning.costs import Place, estimate
+from zmqtrain.planning.costs import MemoryEstimate, Place
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
 from zmqtrain.session.hub_session import Solitude
 from zmqtrain.synchronous.exchanges import GradientAccess, check_shards, read_exchange, unit_wait_seconds
@@ -192,7 +192,7 @@ def check_card(program: Program, settings: RunSettings, config: NodeConfig) -> N
     if config.codec_on == "auto" and config.anchor == "device" and not trains_on_processor():  # as `Node` decides it
         codec_on = "device"
     in_lockstep = 1 if config.lockstep is None else 2  # gradients in buckets, as large as a sum of them
-    plan = estimate(
+    plan = MemoryEstimate(
         footprint.model,
         footprint.opt_state_bytes,
         settings,

@@ -21,7 +21,7 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.specs import parse_bytes, parse_count, parse_rate
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.planning.costs import MemoryEstimate, Place, estimate
+from zmqtrain.planning.costs import MemoryEstimate, Place
 from zmqtrain.planning.plans import RunPlan, Wish, make_plan, variants
 from zmqtrain.planning.schedule import NODE_BATCHES, SPREAD, averaging_gain, model_of
 
@@ -168,7 +168,7 @@ def _codec_on(config: PlanConfig) -> Place:
 def memory_of(config: PlanConfig, plan: RunPlan) -> MemoryEstimate:
     model = tuple(LeafSpec(leaf.path, leaf.shape, config.dtype) for leaf in model_of(plan.wish.parameters))
     item_bytes = 4 if config.dtype == "float32" else 2
-    return estimate(
+    return MemoryEstimate(
         model,
         config.optimizer_slots * item_bytes * plan.wish.parameters,
         RunSettings(

@@ -41,33 +41,40 @@ class MemoryLine:
     host_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MemoryEstimate:
-    """What a node's memory holds; made by `estimate`, whose arguments it keeps.
+    """What the memory of a node holds, of a run with these settings.
 
-    opt_state_bytes: of the optimizer's whole state.  in_flight: offers of a node in flight at a time.
-    batches: gradients that one step is made of.  activation_bytes: of one gradient's forward and backward pass; 0: not
-    known.
+    opt_state_bytes: of the optimizer's state (Adam: twice the parameters).  anchor, codec_on: where they are.
+    batches: gradients that a step is made of; more than one are summed in float32.  activation_bytes: of one gradient's
+    forward and backward pass; 0: not known.  cut: fragments, in place of those of the settings.
+    Raises ConfigError for a number that cannot be, ModelMismatch for a leaf that cannot be trained.
     """
 
     model: ModelSpec
     opt_state_bytes: int
-    fragments: int
-    in_flight: int
-    codec: str
-    broadcast_codec: str
-    anchor: Place
-    codec_on: Place
-    batches: int
-    activation_bytes: int
+    settings: RunSettings
+    anchor: Place = "device"
+    batches: int = 1
+    codec_on: Place = "device"
+    activation_bytes: int = 0
+    cut: int = 0
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        if self.batches < 1 or self.opt_state_bytes < 0 or self.activation_bytes < 0:
+            raise ConfigError(
+                f"a step is made of at least one batch ({self.batches}), and memory is not negative: "
+                f"{self.opt_state_bytes} bytes of optimizer state, {self.activation_bytes} of activations"
+            )
 
     @property
     def lines(self) -> tuple[MemoryLine, ...]:
         """The memory while an exchange runs beside a step; last, what starting needs more than that."""
-        parameters, values = self._parameter_bytes, count_values(self.model)
+        parameters, values, first = self._parameter_bytes, count_values(self.model), self.settings.at_first
         dense = _FLOAT32_BYTES * values
-        piece = -(-dense // self.fragments)
-        sent = exchange_bytes(self.model, self.codec, self.broadcast_codec, self.fragments)
+        piece = -(-dense // self._fragments)
+        sent = exchange_bytes(self.model, first.codec, first.broadcast_codec, self._fragments)
         summed = dense if self.batches > 1 else 0
         lines = [
             MemoryLine("parameters", parameters),
@@ -75,9 +82,9 @@ class MemoryEstimate:
             MemoryLine("sum of gradients (several batches a step)", summed),
             MemoryLine("optimizer", self.opt_state_bytes),
             MemoryLine("activations of one batch", self.activation_bytes),
-            self._placed("anchor", self.anchor, dense),
-            *self._exchange_lines(piece),
-            MemoryLine("sent, not yet landed", 0, sent.up * self.in_flight),
+            MemoryLine("anchor", *((dense, 0) if self.anchor == "device" else (0, dense))),
+            *self._exchange_lines(piece, several=first.offers_in_flight > 1),
+            MemoryLine("sent, not yet landed", 0, sent.up * first.offers_in_flight),
             MemoryLine("aggregate and snapshot as they come", 0, sent.down + 2 * dense),
         ]
         training = sum(line.device_bytes for line in lines)
@@ -131,19 +138,20 @@ class MemoryEstimate:
     def _starting_bytes(self) -> int:
         """What the card holds while the exchange is compiled on copies, or, with the anchor on the host, without."""
         parameters, dense = self._parameter_bytes, _FLOAT32_BYTES * count_values(self.model)
-        anchors = 2 * dense + 3 * -(-dense // self.fragments) if self.anchor == "device" else 0
+        anchors = 2 * dense + 3 * -(-dense // self._fragments) if self.anchor == "device" else 0
         return 2 * parameters + self.opt_state_bytes + anchors
 
-    def _placed(self, what: str, place: Place, size: int) -> MemoryLine:
-        return MemoryLine(what, size, 0) if place == "device" else MemoryLine(what, 0, size)
+    @property
+    def _fragments(self) -> int:
+        return self.cut or self.settings.fragments_of(count_values(self.model))
 
-    def _exchange_lines(self, piece: int) -> Iterator[MemoryLine]:
+    def _exchange_lines(self, piece: int, several: bool) -> Iterator[MemoryLine]:
         """One offered fragment, and one arriving fragment.
 
         piece: its bytes as float32. A coder on the card lays a fragment out once more; with several offers in flight
         it decodes those too, to subtract them.
         """
-        again = 1 if self.in_flight > 1 else 0
+        again = 1 if several else 0
         if self.anchor == "host":
             two_leaves = 2 * _FLOAT32_BYTES * max(leaf.values for leaf in self.model)
             passing = min(piece, two_leaves)  # leaf by leaf, and one ahead
@@ -166,8 +174,8 @@ class MemoryEstimate:
         if self.anchor == "device":
             yield [_Change("the anchor on the host", {"anchor": "host"})]
         blocks = sum(-(-leaf.values // BLOCK_VALUES) for leaf in self.model)
-        if fragments := [n for n in _FRAGMENTS_TRIED if self.fragments < n <= blocks]:
-            yield [_Change(f"{n} fragments", {"fragments": n}) for n in fragments]
+        if fragments := [n for n in _FRAGMENTS_TRIED if self._fragments < n <= blocks]:
+            yield [_Change(f"{n} fragments", {"cut": n}) for n in fragments]
         if activations := self.activation_bytes:
             yield [
                 _Change(
@@ -195,42 +203,6 @@ class _Change(NamedTuple):
 
 def _together(changes: Iterable[_Change]) -> str:
     return " and ".join(change.text for change in changes)
-
-
-def estimate(
-    model: ModelSpec,
-    opt_state_bytes: int,
-    settings: RunSettings,
-    anchor: Place = "device",
-    batches: int = 1,
-    *,
-    codec_on: Place = "device",
-    activation_bytes: int = 0,
-) -> MemoryEstimate:
-    """Return what a node of a run with these settings needs.
-
-    opt_state_bytes: of the optimizer's state (Adam: twice the parameters).  anchor, codec_on: where they are.
-    batches: gradients that a step is made of; more than one are summed in float32.  activation_bytes: of one gradient.
-    Raises ConfigError for a number that cannot be, ModelMismatch for a leaf that cannot be trained.
-    """
-    check_model(model)
-    if batches < 1 or opt_state_bytes < 0 or activation_bytes < 0:
-        raise ConfigError(
-            f"a step is made of at least one batch ({batches}), and memory is not negative: {opt_state_bytes} bytes of "
-            f"optimizer state, {activation_bytes} of activations"
-        )
-    return MemoryEstimate(
-        model=model,
-        opt_state_bytes=opt_state_bytes,
-        fragments=settings.fragments_of(count_values(model)),
-        in_flight=settings.at_first.offers_in_flight,
-        codec=settings.at_first.codec,
-        broadcast_codec=settings.at_first.broadcast_codec,
-        anchor=anchor,
-        codec_on=codec_on,
-        batches=batches,
-        activation_bytes=activation_bytes,
-    )
 
 
 def _gigabytes(count: int) -> str:
