@@ -79,11 +79,11 @@ class BrokerConfig(PortOptions, RunOptions):
     """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again."""
 
     def __post_init__(self) -> None:
-        index = self._read_shard()
+        self._read_shard()
         super().__post_init__()
         check_rules(self)
-        self.check_port()
-        self._check_shard(index)
+        link_share(self.link, self.share)
+        self._check_shard()
         if self.from_file is not None and self.record is not None:
             raise ConfigError("a run that begins with a file cannot be lived again: leave --record or --from out")
         self.check_run_files()
@@ -103,10 +103,10 @@ class BrokerConfig(PortOptions, RunOptions):
         """Which of several brokers this is; 0: the first, or the only one."""
         return int(self.shard.partition("/")[0] or 0)
 
-    def _read_shard(self) -> int:
-        """Take the number of brokers from `shard`; return which of them this is."""
+    def _read_shard(self) -> None:
+        """Take the number of brokers from `shard`."""
         if not self.shard:
-            return 0
+            return
         form = re.fullmatch(r"(\d{1,4})/(\d{1,4})", self.shard, re.ASCII)
         if form is None:
             raise ConfigError(
@@ -118,14 +118,13 @@ class BrokerConfig(PortOptions, RunOptions):
         if self.shards not in (1, shards):
             raise ConfigError(f"shard {self.shard} says {shards} shards, shards says {self.shards}: leave one out")
         object.__setattr__(self, "shards", shards)
-        return index
 
-    def _check_shard(self, index: int) -> None:
+    def _check_shard(self) -> None:
         if self.record is not None and self.shards > 1:
             raise ConfigError("a run of several brokers cannot be recorded, nor lived again: leave --record out")
         if self.standby:
             return self._check_standby()
-        if index == 0:
+        if self.shard_index == 0:
             for name in ("first", "address"):
                 if getattr(self, name):
                     raise ConfigError(f"{name} is for the other brokers: this is the first (--shard 1/M to M-1/M)")

@@ -59,6 +59,7 @@ from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP, connect
 from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.costs import MemoryEstimate, Place
+from zmqtrain.planning.plans import link_share
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
 from zmqtrain.session.hub_session import Solitude
 from zmqtrain.synchronous.exchanges import GradientAccess, check_shards, read_exchange, unit_wait_seconds
@@ -120,7 +121,7 @@ class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_addresses(self.hub)
-        self.check_port()
+        link_share(self.link, self.share)
         self.check_checkpoints(False)
         require("pace_seconds", self.pace_seconds, 0)
         self._check_exchange()
@@ -409,11 +410,9 @@ class Interruption:
             threading.Thread(target=self._leave, name="zmqtrain-leaving", daemon=True).start()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread. Raises KeyboardInterrupt while it waits for data."""
-        if self.asked and number == signal.SIGHUP:
+        """Handle the first signal in the main thread. Raises KeyboardInterrupt while it waits for data."""
+        if self.asked:  # `noticed` ends the process
             return
-        if self.asked:
-            leave_at_once()
         self.asked = True
         if self.display is not None:
             self.display.say("stopping: what is computed is sent first (Ctrl-C again to quit at once)")

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -37,7 +37,6 @@ from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.ending import run_command
 from zmqtrain.core.errors import ConfigError, NotHereYet
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RENAMED, RunSettings, read_steps
-from zmqtrain.planning.plans import link_share
 from zmqtrain.transport.address import parse_address, parse_addresses
 
 Config = TypeVar("Config")
@@ -126,10 +125,6 @@ class PortOptions:
     share: float = 1.0
     """The share of this PC's port that training may use, each way; the rest is left to others (0.8). With 1 and no
     link, nothing is limited."""
-
-    def check_port(self) -> None:
-        """Raise ConfigError for a rate or a share out of range."""
-        link_share(self.link, self.share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,21 +238,11 @@ def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = N
         )
 
 
-class _Page(io.StringIO):
-    """A help page before it is printed; it takes colours where standard output does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._terminal = sys.stdout.isatty()
-
-    def isatty(self) -> bool:
-        return self._terminal
-
-
 @contextlib.contextmanager
 def _short_usage(program: str) -> Iterator[None]:
     """Print help with a usage line of at most USAGE_COLUMNS: tyro's names every option until it has 80 of its own."""
-    page = _Page()
+    page = io.StringIO()
+    page.isatty = sys.stdout.isatty  # type: ignore[method-assign]  # it takes colours where standard output does
     try:
         with contextlib.redirect_stdout(page):
             yield
@@ -270,15 +255,13 @@ def _short_usage(program: str) -> Iterator[None]:
         print(f"{usage}\n{rest}", end="")
 
 
-class Main(Protocol):
-    """A command: takes argv (None: of this process), returns the exit code."""
+def command(
+    kind: type[Config], program: str, run: Callable[[Config], int], service: bool = False
+) -> Callable[..., int]:
+    """Return the command that reads its settings from argv (None: of this process) and runs with them.
 
-    def __call__(self, argv: Sequence[str] | None = None) -> int:
-        """Run it."""
-
-
-def command(kind: type[Config], program: str, run: Callable[[Config], int], service: bool = False) -> Main:
-    """Return the command that reads its settings and runs with them. service: see `run_command`."""
+    service: see `run_command`.
+    """
 
     def main(argv: Sequence[str] | None = None) -> int:
         return run_command(program, lambda: run(read_config(kind, program, argv)), service)

@@ -293,7 +293,7 @@ class LoadPlanner:
         known = self.share.rate > 0 or any(member.link_rate > 0 for member in members)
         if not steps or not (known or FLOAT_BYTES * count_values(model) < LEAST_MEASURED_BYTES):
             return None
-        held = self._held(members, now)
+        held = _median_seconds(one.report.held_seconds for one in members if one.report is not None)
 
         def load(codec: str, broadcast_codec: str) -> Load:
             return self.load(model, members, steps, now, codec, broadcast_codec, held)
@@ -333,12 +333,6 @@ class LoadPlanner:
             f"{option.prediction.busiest} is the limit"
         )
 
-    def _held(self, members: Sequence[Member], now: RunSettings) -> float:
-        """Return how long an exchange holds a training thread, the median of what the nodes say."""
-        said = [member.report.held_seconds for member in members if member.report is not None]
-        sound = [seconds for seconds in said if 0 < seconds < MOST_EXCHANGE_SECONDS]
-        return statistics.median(sound) if sound else 0.0
-
     def load(
         self,
         model: ModelSpec,
@@ -365,23 +359,16 @@ class LoadPlanner:
         # where each node's k follows from its speed, k is that of the reference (dynamic_every)
         percentile = 100 - REFERENCE_PERCENTILE if settings.follows_speed else 50.0
         measured_step = float(np.percentile(steps, percentile))
-        said = [member.report.exchange_seconds for member in members if member.report is not None]
-        coded = [seconds for seconds in said if 0 < seconds < MOST_EXCHANGE_SECONDS]
+        coded = _median_seconds(one.report.exchange_seconds for one in members if one.report is not None)
         here = exchange_costs(values / fragments, sizes.up, sizes.down, codec, broadcast_codec, nodes, codec_on="host")
         holding = exchange_bytes(model, now.codec, now.broadcast_codec, fragments)
         there = exchange_costs(
             values / fragments, holding.up, holding.down, now.codec, now.broadcast_codec, nodes, codec_on="host"
         )
         # what was measured is of the codec that holds; the table says how another compares with it
-        node_seconds = statistics.median(coded) * here.node_seconds / there.node_seconds if coded else 0.0
-        contribution, port = (
-            (0.0, 0.0)
-            if self.meter is None
-            else (
-                self.meter.contribution_seconds(),
-                self.meter.port_measured,
-            )
-        )
+        node_seconds = coded * here.node_seconds / there.node_seconds
+        meter = self.meter
+        contribution, port = (0.0, 0.0) if meter is None else (meter.contribution_seconds(), meter.port_measured)
         hub_seconds = nodes * contribution * here.hub_seconds / there.hub_seconds
         return Load(
             nodes=nodes,
@@ -404,6 +391,12 @@ class LoadPlanner:
             case AfterCount(contributions):
                 return nodes / contributions
         return 1.0
+
+
+def _median_seconds(said: Iterable[float]) -> float:
+    """Return the median of the seconds of an exchange that nodes can have measured; 0: not known."""
+    sound = [seconds for seconds in said if 0 < seconds < MOST_EXCHANGE_SECONDS]
+    return statistics.median(sound) if sound else 0.0
 
 
 def _amount(value: float, unit: str) -> str:
