@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.core.types import PeerId
@@ -120,16 +120,6 @@ def test_forgetting_a_lost_peer_frees_what_it_held() -> None:
     credits.forget(A)
 
 
-def test_cancelling_frees_one_transfer_and_leaves_the_peers_others() -> None:
-    credits = Credits(window_bytes=4)
-    credits.ask(A, 1, [4, 4])
-    credits.ask(A, 2, [3])
-    credits.grants()
-    credits.cancel(A, 1)
-    credits.cancel(A, 7)
-    assert credits.grants() == [(A, 2, 1)]
-
-
 def test_a_window_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError):
         Credits(window_bytes=0)
@@ -175,12 +165,6 @@ class CreditsMachine(RuleBasedStateMachine):
         else:
             with pytest.raises(RemoteProtocolError):
                 self.credits.arrived(*key)
-
-    @rule(key=consumes(live))
-    def cancel(self, key: tuple[PeerId, int]) -> None:
-        self.credits.cancel(*key)
-        self.waiting.pop(key, None)
-        self.granted.pop(key, None)
 
     @rule(target=live, peer=st.sampled_from([A, B, C]))
     def forget(self, peer: PeerId) -> object:

@@ -41,17 +41,15 @@ from zmqtrain.transport.pacing import Credits, Outbox, RateMeter, Reservation, T
 
 
 class Timer:
-    """One-shot timer that can be rescheduled; used by one loop. what: called when its time has come."""
+    """One-shot timer that can be rescheduled; used by one loop."""
 
-    def __init__(self, what: Callable[[], None]) -> None:
-        self._what = what
-        self._timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
-    def set(self, seconds: float) -> None:
-        """Call in so many seconds, in place of the time set before; inf: not at all."""
+    def set(self, seconds: float, what: Callable[[], None]) -> None:
+        """Call this in so many seconds, in place of what was set before; inf: not at all."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._what) if seconds < inf else None
+        self._timer = asyncio.get_running_loop().call_later(seconds, what) if seconds < inf else None
 
 
 GRANT_WINDOW_BYTES = 6 << 20
@@ -86,7 +84,7 @@ class UploadFlowControl:
         self._slowest = SLOWEST_BYTES_PER_SECOND
         self._lines: dict[PeerId, _UploadLine] = {}
         self._looked = 0.0  # for idle holders
-        self._again = Timer(self._grant)
+        self._again = Timer()
 
     # ------------------------------------------------------------------ shares
 
@@ -174,7 +172,7 @@ class UploadFlowControl:
         self._grant()
 
     def _grant(self) -> None:
-        holding, now = self._credits.holders, clock.monotonic()
+        holding, now = set(self._credits.holders), clock.monotonic()
         for peer, transfer, chunks in self._credits.grants(now):
             if peer not in self._lines:  # lost while its credit was sent
                 continue
@@ -182,7 +180,7 @@ class UploadFlowControl:
                 self._lines[peer].arrived_at = now
             self._lines[peer].rate.begun(now)
             self._downlink.send(peer, Credit(transfer, chunks))
-        self._again.set(self._credits.retry_seconds)
+        self._again.set(self._credits.retry_seconds, self._grant)
 
     def _line(self, peer: PeerId) -> _UploadLine:
         if peer not in self._lines:
@@ -242,7 +240,7 @@ class Downlink:
         self._lines: dict[PeerId, _DownlinkPeer] = {}
         self._limits: dict[PeerId, float | None] = {}
         self._port = RateMeter()
-        self._again = Timer(self._send_on)
+        self._again = Timer()
         self._transfer = 0
 
     # ------------------------------------------------------------------ shares
@@ -409,7 +407,6 @@ class Downlink:
             self._lines[peer].following = following
 
     def follows(self, peer: PeerId) -> bool:
-        """Return whether aggregates are sent to this peer."""
         return peer in self._lines and self._lines[peer].following
 
     def acknowledged(self, peer: PeerId, credit: Credit) -> None:
@@ -430,7 +427,6 @@ class Downlink:
         return self._transfer
 
     def _pump(self, peer: PeerId) -> None:
-        """Send what the peer's window lets through, when the shares allow it."""
         self._line_up(peer)
         self._send_on()
 
@@ -457,7 +453,7 @@ class Downlink:
             now = clock.monotonic()
             peer, seconds = self._sending.turn(self._claim, now)
             if peer is None:
-                return self._again.set(seconds)
+                return self._again.set(seconds, self._send_on)
             if self._send_chunk(peer, self._lines[peer]):
                 self._line_up(peer)
 

@@ -218,7 +218,6 @@ class CodecExecutor:
 
     @property
     def seconds(self) -> float:
-        """CPU time of all jobs so far."""
         return self._worker.seconds
 
     def start(self) -> None:

@@ -142,12 +142,10 @@ class ProcessPeer(Peer):
 
     @property
     def heartbeat_seconds(self) -> float:
-        """See Peer."""
         return BEAT_SECONDS
 
     @property
     def lost_seconds(self) -> float:
-        """See Peer."""
         return self._silence
 
     def judge(self, stamp: Stamp, message: Message, now: float, counted: bool = True) -> list[PeerEffect] | None:
@@ -194,7 +192,6 @@ class Sender:
 
     @property
     def waiting_control(self) -> tuple[bytes, ...]:
-        """The control messages that are not sent yet."""
         return tuple(self._control)
 
     def limit(self, rate: float | None) -> None:
@@ -204,7 +201,6 @@ class Sender:
             self._wake.set()
 
     def say(self, head: bytes) -> None:
-        """Send a control message before all chunks."""
         self._control.append(head)
         self._wake_control.set()
 
@@ -227,7 +223,6 @@ class Sender:
         self._open = False
 
     def resume(self) -> None:
-        """Send again."""
         self._open = True
         self._wake.set()
         self._wake_control.set()
@@ -421,7 +416,6 @@ class HubSession:
 
     @property
     def live(self) -> bool:
-        """Whether the node takes part in the run now."""
         return self.peer.state is PeerState.LIVE
 
     @property
@@ -451,7 +445,6 @@ class HubSession:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes sent, payload and heads."""
         return self._sender.bytes_sent
 
     @property
@@ -462,16 +455,13 @@ class HubSession:
     # ------------------------------------------------------------------ the session's loop: out
 
     def begin(self) -> None:
-        """Begin in the running loop."""
         self._task = asyncio.ensure_future(self._main())
 
     async def wait_closed(self) -> None:
-        """Wait until the session has ended, after `leave`."""
         if self._task is not None:
             await self._task
 
     def leave(self, reason: str) -> None:
-        """Say goodbye and end the session soon."""
         self.carry_out(self.peer.leave(reason))
         self._stop.set()
 
@@ -488,16 +478,11 @@ class HubSession:
         self.listener.on_failed(ZmqTrainError(f"the session of {self.peer.name} failed: {error!r}"))
 
     def send(self, message: Message) -> None:
-        """Queue a control message."""
         self._sender.say(encode_message(message, self.peer.stamp()))
 
     def send_bulk(self, message: Message, frames: Sequence[Buffer]) -> None:
         """Queue a message on BULK that needs no credit, with frames behind it."""
         self._sender.give(Use.DELTA, [encode_message(message, self.peer.stamp(False)), *frames])
-
-    async def sent_control(self) -> None:
-        """Wait until the channel has taken all control messages."""
-        await self._sender.sent_control()
 
     def carry_out(self, effects: Sequence[PeerEffect], frames: list[Buffer] | None = None) -> None:
         """Carry out effects, after all effects before. frames: of the transfer that a Deliver is about."""
@@ -798,7 +783,6 @@ class ConnectDeadline:
         self._session, self._was_refused = session, False
 
     def is_over(self, now: float) -> bool:
-        """Return whether it is time to give up."""
         if not self._was_refused and self._session.refused:
             self._was_refused = True
             self.until = min(self.until, now + REFUSED_SECONDS)

@@ -49,9 +49,7 @@ class RateLimitedLogger:
         self._logger.log(level, text, *facts, exc_info=trace)
 
     def warning(self, text: str, *facts: Any) -> None:
-        """Log a warning."""
         self.log(logging.WARNING, text, *facts)
 
     def info(self, text: str, *facts: Any) -> None:
-        """Log what changes the cluster."""
         self.log(logging.INFO, text, *facts)

@@ -43,13 +43,11 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
         self._set = 0
 
     def time(self) -> float:
-        """Return the virtual time in seconds."""
         return self._now
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """See AbstractEventLoop."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._set += 1
         heapq.heappush(self._timers, (when, self._set, timer))
@@ -133,21 +131,18 @@ class VirtualTime:
 
     @property
     def now(self) -> float:
-        """The virtual time in seconds."""
         return self.loop.time()
 
     def monotonic(self) -> float:
         return self.loop.time()
 
     def call_at(self, when: float, what: Callable[[], object]) -> None:
-        """Have the loop do something at a time."""
         self.loop.call_at(when, what)
 
     # ------------------------------------------------------------------ a thread's side
 
     @property
     def current(self) -> VirtualThread:
-        """The thread that runs now."""
         assert self._running is not None, "only a thread of the run waits"
         return self._running
 
@@ -194,18 +189,15 @@ class VirtualTime:
         return thread
 
     def kill(self, thread: VirtualThread) -> None:
-        """End a thread where it stands."""
         if not thread.ended:
             thread.killed = True
             self.loop.call_soon(self._resume, thread, thread.token)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with this error."""
         self._failure = self._failure or error
         self.loop.stop()
 
     def stop(self) -> None:
-        """End `wait_threads`."""
         if not self._over.done():
             self._over.set_result(None)
 
@@ -328,13 +320,11 @@ class VirtualCondition(threading.Condition):
         return notified
 
     def notify(self, n: int = 1) -> None:
-        """Wake `n` of those that wait."""
         for thread in self._waiting[:n]:
             self._clock.wake(thread)
         del self._waiting[:n]
 
     def notify_all(self) -> None:
-        """Wake all that wait."""
         self.notify(len(self._waiting))
 
 
@@ -441,6 +431,5 @@ class VirtualEnvironment:
         return self.clock.start(name, live, at)
 
     def kill(self) -> None:
-        """End the loops of this process where they stand."""
         for task in self._tasks:
             task.cancel()

@@ -143,7 +143,6 @@ class NodeScript:
         self.steps = max(self.samples)
 
     def count(self, kind: str) -> int:
-        """Return how many events of a kind there are."""
         return sum(event["kind"] == kind for event in self.events)
 
 
@@ -342,7 +341,6 @@ class RecordedExchange:
 
     @property
     def layout(self) -> Layout:
-        """See Exchange."""
         return self.coder.layout
 
     @property
@@ -354,7 +352,6 @@ class RecordedExchange:
     def join(
         self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
     ) -> Update | None:
-        """See Exchange."""
         self._coder = DeltaCoder(model, self.settings)
         self._founded = True
         if self.script.peer in self._hub.founders:
@@ -452,12 +449,10 @@ class RecordedExchange:
         return None if event is None else self._read(event)
 
     def poll(self) -> Update | None:
-        """See Exchange."""
         event = self._due("application")
         return None if event is None else self._take(event)
 
     def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
-        """See Exchange."""
         update = self.poll()
         if update is None:
             self.clock.sleep(timeout_seconds)
@@ -501,7 +496,6 @@ class RecordedExchange:
         """See Exchange: nobody listens."""
 
     def statistics(self) -> ExchangeStatistics:
-        """See Exchange."""
         return ExchangeStatistics(self._offers.version, 1, 0, 0, 0.0, 0.0, 0, 0, None)
 
 

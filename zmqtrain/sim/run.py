@@ -76,7 +76,6 @@ class SimResult:
     wall_seconds: float
 
     def of_kind(self, kind: str) -> list[Record]:
-        """Return the records of one kind."""
         return [record for record in self.records if record["kind"] == kind]
 
     def curve(self) -> list[tuple[float, int, float]]:

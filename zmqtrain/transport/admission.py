@@ -200,7 +200,6 @@ class Admission:
 
     @property
     def known(self) -> bool:
-        """Whether it is known who may come in."""
         return self._names is not None
 
     def name_of(self, key: str) -> str | None:
@@ -208,7 +207,6 @@ class Admission:
         return None if self._names is None else self._names.get(key)
 
     def knows(self, name: str) -> bool:
-        """Whether a key of this name comes in."""
         return self._names is not None and name in self._names.values()
 
     def change(self, names: Mapping[str, str]) -> dict[str, str]:

@@ -255,7 +255,6 @@ class Places:
 
     @classmethod
     def here(cls) -> Places:
-        """Return those of this process."""
         return cls(Path.cwd(), Path.home(), default_key_folder(), socket.gethostname().partition(".")[0])
 
     def in_turn(self, of_hub: bool) -> list[Path]:

@@ -34,7 +34,6 @@ class LinkModel:
             raise ConfigError(f"a link needs a rate above 0 and a latency of at least 0, got {self}")
 
     def seconds(self, size: int) -> float:
-        """Return how long a port is busy with `size` bytes."""
         return 8 * size / self.bits_per_second
 
 

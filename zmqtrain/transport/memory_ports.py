@@ -25,10 +25,12 @@ _Doing = Callable[[], object]
 
 
 class MemoryPort:
-    """One rank's end (a `Port`); made by `memory_ports`."""
+    """One rank's end (a `Port`); made by `memory_ports`. names: what people call the ranks."""
+
+    clock: Clock = time
 
     def __init__(self, group: MemoryPorts, rank: int, names: tuple[str, ...]) -> None:
-        self._group, self._rank, self._names = group, rank, names
+        self.rank, self.names, self._group = rank, names, group
         self._listener: PortListener | None = None
         self._changed = threading.Condition()
         self._waiting: list[tuple[float, int, _Doing]] = []  # a heap: when, in which order, what
@@ -37,25 +39,10 @@ class MemoryPort:
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"memory-port-{rank}", daemon=True)
 
-    @property
-    def rank(self) -> int:
-        """Which of the group this is, from 0."""
-        return self._rank
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What people call the ranks."""
-        return self._names
-
-    @property
-    def clock(self) -> Clock:
-        """The time of this process."""
-        return time
-
     def start(self, listener: PortListener) -> None:
         """Tell this listener what happens from now on, and what came before it; start the thread."""
         if self._listener is not None:
-            raise LocalProtocolError(f"the port of rank {self._rank} has a listener")
+            raise LocalProtocolError(f"the port of rank {self.rank} has a listener")
         self._listener = listener
         self._thread.start()
 
@@ -72,9 +59,9 @@ class MemoryPort:
         check_message(frames)
         if threading.current_thread() is not self._thread:
             raise LocalProtocolError("a port sends in its own thread: use call")
-        if not 0 <= rank < len(self._names) or rank == self._rank:
-            raise LocalProtocolError(f"rank {self._rank} of {len(self._names)} has no way to rank {rank}")
-        self._group._carry(self._rank, rank, [_as_sent(frame) for frame in frames])
+        if not 0 <= rank < len(self.names) or rank == self.rank:
+            raise LocalProtocolError(f"rank {self.rank} of {len(self.names)} has no way to rank {rank}")
+        self._group._carry(self.rank, rank, [_as_sent(frame) for frame in frames])
 
     def close(self, linger_seconds: float = 1.0) -> None:
         """Do the calls that came before this one, tell the others, end the thread; twice is once."""
@@ -88,7 +75,7 @@ class MemoryPort:
     def _leave(self) -> None:
         if not self._ended:
             self._end()
-            self._group._say_lost(self._rank, "it has left the group")
+            self._group._say_lost(self.rank, "it has left the group")
 
     def _end(self) -> None:
         with self._changed:
@@ -175,7 +162,6 @@ class MemoryPorts(list[MemoryPort]):
                 port._put(doing, 0.0)
 
     def close(self) -> None:
-        """Close all ports."""
         for port in self:
             port.close()
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf, isfinite
@@ -90,7 +90,6 @@ class Gate:
 
     @property
     def waited_at(self) -> bool:
-        """Whether anybody waits here."""
         return bool(self._waiters) or self._called is not None
 
     def call(self, what: Callable[[], object]) -> None:
@@ -293,7 +292,6 @@ class RateMeter:
         self._bytes = 0
 
     def begun(self, now: float) -> None:
-        """Record that something was sent."""
         if self._began is None:
             self._began, self._bytes = now, 0
 
@@ -351,15 +349,10 @@ class Connections:
         self._of: dict[str, dict[int, Connection]] = {}
         self._half: dict[str, dict[int, Connection]] = {}  # by address, the oldest first
         self._greeted: dict[str, dict[int, Connection]] = {}  # likewise
-        self._half_open = self._accepted = 0
+        self.half_open = self._accepted = 0
 
     def __len__(self) -> int:
         return len(self._all)
-
-    @property
-    def half_open(self) -> int:
-        """How many are half open."""
-        return self._half_open
 
     def get(self, descriptor: int) -> Connection | None:
         """Return the connection with this descriptor; None if there is none."""
@@ -376,7 +369,7 @@ class Connections:
         new = Connection(descriptor, address, port, now, self._accepted)
         self._all[descriptor] = self._of.setdefault(address, {})[descriptor] = new
         self._half.setdefault(address, {})[descriptor] = new
-        self._half_open += 1
+        self.half_open += 1
         limits = self.limits
         if len(self._of[address]) > limits.per_address:
             return [self._cut(new, "address")]
@@ -385,7 +378,7 @@ class Connections:
         if len(self._all) > limits.total:
             least = self._least_known()
             return [self._cut(least, "full" if least is new else "half-open")]
-        if self._half_open > limits.half_open:
+        if self.half_open > limits.half_open:
             return [self._cut_oldest(_crowded(self._half))]
         return []
 
@@ -427,7 +420,7 @@ class Connections:
 
     def _leave_half(self, connection: Connection) -> bool:
         left = _take_out(self._half, connection)
-        self._half_open -= left
+        self.half_open -= left
         return left
 
 
@@ -460,10 +453,11 @@ class Credits:
 
     window_bytes: the most bytes granted and not yet arrived, over all peers.  A grant goes to the lowest `priority`
     that waits; among equals to one peer after the other, chunk by chunk; within a peer in the order asked.  A chunk
-    that does not fit is waited for, never overtaken: what is small does not starve what is large.
-    A silent peer holds its part of the window: `holders` names it, `forget` or `cancel` frees it.  A peer whose own
-    link is used up (`limit`) is passed over until it has room; while the hub's own link (`bucket`) is used up, all
-    wait. retry_seconds: after the last `grants`, how long until a chunk that only a rate has delayed may be granted.
+    that does not fit is waited for, never overtaken: what is small does not starve what is large. A silent peer holds
+    its part of the window until `forget`.  A peer whose own link is used up (`limit`) is passed over until it has room;
+    while the hub's own link (`bucket`) is used up, all wait. holders: by peer the bytes granted that have not arrived.
+    in_flight_bytes: these, over all peers.  waiting: the chunks asked for and not yet granted, over all peers.
+    retry_seconds: after the last `grants`, how long until a chunk that only a rate has delayed may be granted.
     """
 
     def __init__(self, window_bytes: int = 1 << 20) -> None:
@@ -472,27 +466,11 @@ class Credits:
         self.window_bytes = window_bytes
         self._transfers: dict[PeerId, dict[int, _Asked]] = {}
         self._turns: dict[int, deque[PeerId]] = {}  # by priority: the peers that wait, whose turn it is first
-        self._in_flight: dict[PeerId, int] = {}
-        self._in_flight_bytes = 0
-        self._waiting = 0
+        self.holders: dict[PeerId, int] = {}
+        self.in_flight_bytes = self.waiting = 0
         self.bucket = TokenBucket()
         self.retry_seconds = inf
         self._buckets: dict[PeerId, TokenBucket] = {}
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """The bytes granted and not yet arrived, over all peers."""
-        return self._in_flight_bytes
-
-    @property
-    def waiting(self) -> int:
-        """The number of chunks asked for and not yet granted, over all peers."""
-        return self._waiting
-
-    @property
-    def holders(self) -> Mapping[PeerId, int]:
-        """The peers that have been granted bytes that have not arrived, and how many."""
-        return dict(self._in_flight)
 
     def ask(self, peer: PeerId, transfer: int, sizes: Sequence[int], priority: int = 0) -> None:
         """Register a transfer of chunks of these `sizes` (bytes, head included) that `peer` wants to send.
@@ -506,7 +484,7 @@ class Credits:
         if not sizes or min(sizes) < 1:
             raise RemoteProtocolError(peer, "asking to send", f"transfer {transfer} with chunk sizes {list(sizes[:8])}")
         self._transfers.setdefault(peer, transfers)[transfer] = _Asked(priority, deque(sizes))
-        self._waiting += len(sizes)
+        self.waiting += len(sizes)
         turns = self._turns.setdefault(priority, deque())
         if peer not in turns:
             turns.append(peer)
@@ -536,7 +514,7 @@ class Credits:
             peer = turns[0]
             transfer, asked = self._next_of(peer, priority)
             size = asked.waiting[0]
-            if self._in_flight_bytes and self._in_flight_bytes + size > self.window_bytes:
+            if self.in_flight_bytes and self.in_flight_bytes + size > self.window_bytes:
                 return False
             own = self._buckets.get(peer)
             if own is not None and (seconds := own.wait_seconds(size, now)) > 0:
@@ -552,9 +530,9 @@ class Credits:
             if own is not None:
                 own.pay(size, now)
             asked.granted.append(asked.waiting.popleft())
-            self._waiting -= 1
-            self._in_flight_bytes += size
-            self._in_flight[peer] = self._in_flight.get(peer, 0) + size
+            self.waiting -= 1
+            self.in_flight_bytes += size
+            self.holders[peer] = self.holders.get(peer, 0) + size
             granted[peer, transfer] = granted.get((peer, transfer), 0) + 1
             turns.popleft()
             if self._waits(peer, priority):
@@ -570,28 +548,16 @@ class Credits:
         if not asked.granted and not asked.waiting:
             self._remove(peer, transfer)
 
-    def cancel(self, peer: PeerId, transfer: int) -> None:
-        """Release all of a transfer; an unknown or finished one is ignored.
-
-        The caller drops granted chunks that still arrive afterwards: it must not call `arrived` for them.
-        """
-        asked = self._transfers.get(peer, {}).get(transfer)
-        if asked is None:
-            return
-        self._waiting -= len(asked.waiting)
-        self._release(peer, sum(asked.granted))
-        self._remove(peer, transfer)
-        if asked.waiting and not self._waits(peer, asked.priority):
-            turns = self._turns[asked.priority]
-            turns.remove(peer)
-            if not turns:
-                del self._turns[asked.priority]
-
     def forget(self, peer: PeerId) -> None:
-        """Release all transfers of a lost peer, and its limit."""
+        """Release all transfers of a lost peer, and its limit. The caller drops granted chunks that still arrive."""
         self._buckets.pop(peer, None)
-        for transfer in list(self._transfers.get(peer, ())):
-            self.cancel(peer, transfer)
+        self.waiting -= sum(len(asked.waiting) for asked in self._transfers.pop(peer, {}).values())
+        self._release(peer, self.holders.get(peer, 0))
+        for priority, turns in list(self._turns.items()):
+            if peer in turns:
+                turns.remove(peer)
+            if not turns:
+                del self._turns[priority]
 
     def _next_of(self, peer: PeerId, priority: int) -> tuple[int, _Asked]:
         for transfer, asked in self._transfers[peer].items():
@@ -603,10 +569,10 @@ class Credits:
         return any(asked.waiting and asked.priority == priority for asked in self._transfers.get(peer, {}).values())
 
     def _release(self, peer: PeerId, size: int) -> None:
-        self._in_flight_bytes -= size
-        left = self._in_flight.pop(peer, 0) - size
+        self.in_flight_bytes -= size
+        left = self.holders.pop(peer, 0) - size
         if left > 0:
-            self._in_flight[peer] = left
+            self.holders[peer] = left
 
     def _remove(self, peer: PeerId, transfer: int) -> None:
         del self._transfers[peer][transfer]
@@ -630,7 +596,8 @@ class Outbox:
     """What the hub has for ONE peer on the bulk lane: bounded, in order, and sent as the peer acknowledges.
 
     window_bytes: the most bytes sent and not yet acknowledged.  limit_bytes: the most bytes held in all (sent and not
-    yet acknowledged ones too).  peer: whose it is, for the messages of errors.
+    yet acknowledged ones too).  peer: whose it is, for the messages of errors.  in_flight_bytes: sent and not yet
+    acknowledged.  held_bytes: pushed and not yet acknowledged.
     """
 
     def __init__(self, window_bytes: int = 1 << 20, limit_bytes: int = 256 << 20, peer: PeerId = _SOME_PEER) -> None:
@@ -640,18 +607,7 @@ class Outbox:
         self._transfers: dict[int, _Queued] = {}  # in the order pushed, until all of it is acknowledged
         self._unsent: deque[_Queued] = deque()  # those of them with chunks to send
         self._last: _Queued | None = None  # whose chunk `put_back` would put back
-        self._in_flight_bytes = 0
-        self._held_bytes = 0
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """The bytes sent and not yet acknowledged."""
-        return self._in_flight_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes pushed and not yet acknowledged, sent or not."""
-        return self._held_bytes
+        self.in_flight_bytes = self.held_bytes = 0
 
     @property
     def idle(self) -> bool:
@@ -674,12 +630,12 @@ class Outbox:
         if not chunks:
             raise LocalProtocolError(f"transfer {transfer} to {self.peer} has no chunks")
         sizes = [sum(memoryview(frame).nbytes for frame in chunk) for chunk in chunks]
-        if self._held_bytes + sum(sizes) > self.limit_bytes:
+        if self.held_bytes + sum(sizes) > self.limit_bytes:
             return False
         queued = _Queued(transfer, chunks, sizes, droppable)
         self._transfers[transfer] = queued
         self._unsent.append(queued)
-        self._held_bytes += sum(sizes)
+        self.held_bytes += sum(sizes)
         return True
 
     @property
@@ -688,7 +644,7 @@ class Outbox:
         if not self._unsent:
             return 0
         size = self._unsent[0].sizes[self._unsent[0].sent]
-        return 0 if self._in_flight_bytes and self._in_flight_bytes + size > self.window_bytes else size
+        return 0 if self.in_flight_bytes and self.in_flight_bytes + size > self.window_bytes else size
 
     @property
     def next_is_droppable(self) -> bool:
@@ -708,7 +664,7 @@ class Outbox:
         queued = self._unsent[0]
         chunk = queued.chunks[queued.sent]
         queued.sent += 1
-        self._in_flight_bytes += size
+        self.in_flight_bytes += size
         self._last = queued
         if queued.sent == len(queued.chunks):
             self._unsent.popleft()
@@ -720,7 +676,7 @@ class Outbox:
         if queued is None or queued.sent == queued.acknowledged:
             raise LocalProtocolError(f"no chunk to {self.peer} was taken that could be put back")
         queued.sent -= 1
-        self._in_flight_bytes -= queued.sizes[queued.sent]
+        self.in_flight_bytes -= queued.sizes[queued.sent]
         if not self._unsent or self._unsent[0] is not queued:
             self._unsent.appendleft(queued)
 
@@ -734,8 +690,8 @@ class Outbox:
             )
         size = sum(queued.sizes[queued.acknowledged : queued.acknowledged + chunks])
         queued.acknowledged += chunks
-        self._in_flight_bytes -= size
-        self._held_bytes -= size
+        self.in_flight_bytes -= size
+        self.held_bytes -= size
         if queued.acknowledged == len(queued.chunks):
             del self._transfers[transfer]
 
@@ -745,5 +701,5 @@ class Outbox:
         for queued in dropped:
             self._unsent.remove(queued)
             del self._transfers[queued.transfer]
-            self._held_bytes -= sum(queued.sizes)
+            self.held_bytes -= sum(queued.sizes)
         return [queued.transfer for queued in dropped]

@@ -28,7 +28,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import zmq
 import zmq.utils.garbage  # at exit it frees uncopied frames in flight: import it first, so that our closing runs before
@@ -60,7 +59,15 @@ from zmqtrain.transport.pacing import (
     check_message,
     check_peer_id,
 )
-from zmqtrain.transport.zmq_keys import ZAP_DOMAIN, ConnectionGuard, CurveKeys, ZapHandler, check_key, descriptor_room
+from zmqtrain.transport.zmq_keys import (
+    ZAP_DOMAIN,
+    ConnectionGuard,
+    CurveKeys,
+    Reader,
+    ZapHandler,
+    check_key,
+    descriptor_room,
+)
 
 _SUCCEEDED, _REFUSED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _GONE = int(zmq.EVENT_DISCONNECTED)
@@ -73,49 +80,27 @@ _ENDS = {
 _WATCHED = sum(_ENDS) | _GONE
 
 
-class ConnectionListener(Protocol):
-    """What a `ConnectionWatch` reports to, in the running loop; it may close the watch at once."""
-
-    def on_connection_lost(self) -> None:
-        """Record that an established connection has ended."""
-
-    def on_handshake(self, how: str) -> None:
-        """Record how a handshake ended.
-
-        "": it succeeded.  "key": this key is not authorised there.  "handshake": the two do not understand each other
-        (after these two libzmq does not try again).  "broken": the other end closed the connection, as a hub does that
-        has other keys or wants some, or that is just ending.
-        """
-
-
 class ConnectionWatch:
-    """Watches the connections of one socket for its listener, in the running loop."""
+    """Watches the connections of one socket for its channel, in the running loop."""
 
-    def __init__(self, socket: zmq.SyncSocket, listener: ConnectionListener) -> None:
-        self._socket, self._listener, self._loop = socket, listener, asyncio.get_running_loop()
-        self._there = self._closed = False
-        self._monitor = socket.get_monitor_socket(_WATCHED)
-        self._descriptor = self._monitor.FD
-        self._loop.add_reader(self._descriptor, self._look)
-        self._look()  # from the first look on the descriptor tells of news
+    def __init__(self, socket: zmq.SyncSocket, channel: DealerChannel) -> None:
+        self._socket, self._channel, self._there = socket, channel, False
+        self._reader = Reader(socket.get_monitor_socket(_WATCHED), self)
 
-    def _look(self) -> None:
-        while not self._closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # edge-triggered: take all
-            event = struct.unpack("=HI", self._monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
-            if event != _GONE:
-                self._there = self._there or event == _SUCCEEDED
-                self._listener.on_handshake(_ENDS[event])
-            elif self._there:
-                self._there = False
-                self._listener.on_connection_lost()
+    def take(self, frames: list[bytes]) -> None:
+        """Record one event of the monitor; the channel may close the watch at once."""
+        event = struct.unpack("=HI", frames[0])[0]
+        if event != _GONE:
+            self._there = self._there or event == _SUCCEEDED
+            self._channel.on_handshake(_ENDS[event])
+        elif self._there:
+            self._there = False
+            self._channel.on_connection_lost()
 
     def close(self) -> None:
         """End the watch; before its socket is closed."""
-        self._closed = True
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._descriptor)
         self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._reader.close()
 
 
 # As plain numbers: pyzmq's enumerations cost as much as the calls they are for.
@@ -305,7 +290,6 @@ async def terminate_context(context: zmq.Context[zmq.SyncSocket]) -> None:
 
 
 def libzmq_version() -> str:
-    """Return the version of the library under pyzmq."""
     return zmq.zmq_version()
 
 
@@ -448,7 +432,12 @@ class DealerChannel:
             self._news.open()
 
     def on_handshake(self, how: str) -> None:
-        """See `ConnectionListener`."""
+        """Record how a handshake ended.
+
+        "": it succeeded.  "key": this key is not authorised there.  "handshake": the two do not understand each other
+        (after these two libzmq does not try again).  "broken": the other end closed the connection, as a hub does that
+        has other keys or wants some, or that is just ending.
+        """
         if how == "handshake" and self._tries_found_key:
             return self._leave_key_out()
         if how == "":
@@ -508,7 +497,7 @@ class DealerChannel:
         self._told = told
 
     def on_connection_lost(self) -> None:
-        """See `ConnectionListener`."""
+        """Record that an established connection has ended."""
         if any(port.readable for port in self._ports.values()):
             self._untold = True
             self._incoming.open()
@@ -651,7 +640,9 @@ _BACKLOG = 128  # connections that wait to be accepted: a whole classroom starte
 class RouterChannel:
     """The hub's end (a `HubChannel`): one port for both lanes of every node.  Made by `bind`.
 
-    context: libzmq's threads, for channels beside this one.
+    context: libzmq's threads, for channels beside this one.  address: where nodes on this machine connect to; from
+    others, its name takes the place of 127.0.0.1.  strangers: the messages ignored because no node of ours could have
+    sent them.
     """
 
     def __init__(
@@ -672,9 +663,8 @@ class RouterChannel:
         self._incoming = Gate()
         self._port = Port(socket, self._incoming, Gate())
         self._fairness = Fairness()
-        self._strangers = 0
         self._closed = False
-        self._address = ""
+        self.address, self.strangers = "", 0
 
     @classmethod
     def bind(
@@ -723,18 +713,8 @@ class RouterChannel:
             context.term()
             raise bind_error(address, error.errno or 0) from error
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        channel._address = f"tcp://{connectable_host(host)}:{endpoint.rpartition(':')[2]}"
+        channel.address = f"tcp://{connectable_host(host)}:{endpoint.rpartition(':')[2]}"
         return channel
-
-    @property
-    def address(self) -> str:
-        """Where nodes on this machine connect to; from others, its name takes the place of 127.0.0.1."""
-        return self._address
-
-    @property
-    def strangers(self) -> int:
-        """How many messages were ignored because no node of ours could have sent them."""
-        return self._strangers
 
     @property
     def refusals(self) -> Counter[str]:
@@ -789,7 +769,7 @@ class RouterChannel:
         ends their connections.  Raise ConfigError where no keys are asked for.
         """
         if self._admission is None or self._handler is None:
-            raise ConfigError(f"the port at {self._address} asks for no keys")
+            raise ConfigError(f"the port at {self.address} asks for no keys")
         gone = self._admission.change(names)
         self._handler.answer_waiting()
         return gone
@@ -816,7 +796,7 @@ class RouterChannel:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ChannelClosed(f"the hub's channel at {self._address} is closed")
+            raise ChannelClosed(f"the hub's channel at {self.address} is closed")
 
     def send(self, peer: PeerId, lane: Lane, frames: Sequence[Buffer]) -> None:
         """Send one message; never waits.  Large frames are not copied: nobody may write into them again.
@@ -874,7 +854,7 @@ class RouterChannel:
     def _read(self, frames: list[zmq.Frame]) -> tuple[PeerId, Lane, list[Buffer]] | None:
         """Return what a message is; None for one that does not count, or is no more than a beginning."""
         if len(frames) < 2 or (sender := sender_of(frames[0].bytes)) is None:
-            self._strangers += 1
+            self.strangers += 1
             return None
         if not self._counts(frames[1], *sender) or (len(frames) == 2 and not len(frames[1])):
             return None

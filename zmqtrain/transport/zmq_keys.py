@@ -70,7 +70,6 @@ class CurveKeys:
 
     @classmethod
     def generate(cls, server: bytes = b"") -> CurveKeys:
-        """Make a new pair, for the hub with this public key."""
         return cls(*zmq.curve_keypair(), server)
 
     def save(self, folder: Path | str, name: str) -> tuple[Path, Path]:
@@ -221,7 +220,7 @@ class _Taker(Protocol):
     def take(self, frames: list[bytes]) -> None: ...
 
 
-class _Reader:
+class Reader:
     """Reads a socket of this process (inproc) in the running loop, for `taker`."""
 
     def __init__(self, socket: zmq.SyncSocket, taker: _Taker) -> None:
@@ -255,7 +254,7 @@ class ZapHandler:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.bind(ZAP_ADDRESS)
-        self._reader = _Reader(self._socket, self)
+        self._reader = Reader(self._socket, self)
 
     def take(self, frames: list[bytes]) -> None:
         """Answer one request of libzmq, or keep it until the admission is known."""
@@ -285,7 +284,6 @@ class ZapHandler:
             self._socket.send_multipart([routing_id, b"", version, request, *status], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Answer no more."""
         self._reader.close()
 
 
@@ -308,7 +306,6 @@ class _Duplicates:
             os.dup2(self._nothing, self._reserved, inheritable=False)
 
     def close(self) -> None:
-        """Give the descriptors back."""
         os.close(self._reserved)
         os.close(self._nothing)
 
@@ -336,14 +333,12 @@ class ConnectionGuard:
         monitor.rcvhwm = 0  # no bound: libzmq's own thread would wait for us
         monitor.connect(address)
         self._duplicates = _Duplicates()
-        self._reader = _Reader(monitor, self)
+        self._reader = Reader(monitor, self)
 
     def look(self) -> None:
-        """Record the events up to now."""
         self._reader.read()
 
     def take(self, frames: list[bytes]) -> None:
-        """Record one event of the monitor."""
         event, value = struct.unpack("=HI", frames[0])
         if event == _ACCEPTED:
             self._accepted(value)
