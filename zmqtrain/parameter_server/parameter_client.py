@@ -14,9 +14,11 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -179,37 +181,17 @@ class ParameterClient:
     def ipush(self, key: Key, gradient: Any) -> ParameterRequest[None]:
         """Begin `push`; never waits. Raises ConfigError for a dtype that no server takes, and for a shape or dtype
         that is not the key's; if this client does not know the key yet, the request raises it."""
-        name = key_name(key)
-        arrays = self._gradients({name: gradient})
-
-        async def push() -> None:
-            await self._servers.placed(name)
-            await self._servers.push(name, self._checked(name, arrays[name]))
-
-        return self._push(push(), f"push of {name!r}")
+        return self._ipush({key_name(key): gradient})
 
     def ipull(self, key: Key, *, into: Vector | None = None) -> ParameterRequest[Vector]:
         """Begin `pull`; never waits."""
         name = key_name(key)
-        self._check_target(name, into)
-
-        async def pull() -> Vector:
-            await self._servers.placed(name)
-            return await self._servers.pull(name, self._target(name, into))
-
-        return self._call(pull(), f"pull of {name!r}")
+        return self._ipull([name], itemgetter(name), into)
 
     def ipush_pull(self, key: Key, gradient: Any, *, into: Vector | None = None) -> ParameterRequest[Vector]:
         """Begin `push_pull`; never waits. Raises as `ipush`."""
         name = key_name(key)
-        arrays = self._gradients({name: gradient})
-        self._check_target(name, into)
-
-        async def push_pull() -> Vector:
-            await self._servers.placed(name)
-            return await self._servers.push_pull(name, self._checked(name, arrays[name]), self._target(name, into))
-
-        return self._call(push_pull(), f"push_pull of {name!r}")
+        return self._ipush_pull({name: gradient}, itemgetter(name), into)
 
     # ------------------------------------------------------------------ trees of keys
 
@@ -231,44 +213,15 @@ class ParameterClient:
 
     def ipush_all(self, tree: Any) -> ParameterRequest[None]:
         """Begin `push_all`; never waits. Raises as `ipush`."""
-        arrays = self._gradients(name_leaves(tree))
-
-        async def push() -> None:
-            def begin() -> Iterator[Coroutine[Any, Any, None]]:
-                flat = {key: self._checked(key, array) for key, array in arrays.items()}
-                return (self._servers.push(key, values) for key, values in flat.items())
-
-            await self._servers.in_order(list(arrays), begin)
-
-        return self._push(push(), _name_all("push", arrays))
+        return self._ipush(name_leaves(tree))
 
     def ipull_all(self, tree: Any) -> ParameterRequest[Any]:
         """Begin `pull_all`; never waits."""
-        names = list(name_leaves(tree))
-        for key in names:
-            check_key(key)
-
-        async def pull() -> Any:
-            values = await self._servers.in_order(
-                names, lambda: (self._servers.pull(key, self._target(key, None)) for key in names)
-            )
-            return rebuild(tree, dict(zip(names, values, strict=True)))
-
-        return self._call(pull(), _name_all("pull", names))
+        return self._ipull(list(name_leaves(tree)), partial(rebuild, tree))
 
     def ipush_pull_all(self, tree: Any) -> ParameterRequest[Any]:
         """Begin `push_pull_all`; never waits. Raises as `ipush`."""
-        arrays = self._gradients(name_leaves(tree))
-
-        async def push_pull() -> Any:
-            def begin() -> Iterator[Coroutine[Any, Any, Vector]]:
-                flat = {key: self._checked(key, array) for key, array in arrays.items()}
-                return (self._servers.push_pull(key, one, self._target(key, None)) for key, one in flat.items())
-
-            values = await self._servers.in_order(list(arrays), begin)
-            return rebuild(tree, dict(zip(arrays, values, strict=True)))
-
-        return self._call(push_pull(), _name_all("push_pull", arrays))
+        return self._ipush_pull(name_leaves(tree), partial(rebuild, tree))
 
     # ------------------------------------------------------------------ the client itself
 
@@ -340,12 +293,48 @@ class ParameterClient:
 
     # ------------------------------------------------------------------ the caller's thread
 
-    def _push(self, work: Coroutine[Any, Any, None], what: str) -> ParameterRequest[None]:
-        """Begin work that `close` waits for."""
-        request = self._call(work, what)
+    def _ipush(self, gradients: Mapping[str, Any]) -> ParameterRequest[None]:
+        """Begin pushes, which `close` waits for."""
+        arrays, servers = self._gradients(gradients), self._servers
+
+        async def push() -> None:
+            await servers.in_order([*arrays], lambda: [servers.push(*one) for one in self._checked_all(arrays)])
+
+        request = self._call(push(), _name_all("push", arrays))
         self._pushes.add(request._future)
         request._future.add_done_callback(self._pushes.discard)
         return request
+
+    def _ipull(
+        self, keys: Sequence[str], give: Callable[[Mapping[str, Vector]], T], into: Vector | None = None
+    ) -> ParameterRequest[T]:
+        """Begin pulls. give: makes the result of the values by key.  into: of a single key."""
+        servers = self._servers
+        for key in keys:
+            self._check_target(key, into)
+
+        async def pull() -> T:
+            values = await servers.in_order(keys, lambda: [servers.pull(key, self._target(key, into)) for key in keys])
+            return give(dict(zip(keys, values, strict=True)))
+
+        return self._call(pull(), _name_all("pull", keys))
+
+    def _ipush_pull(
+        self, gradients: Mapping[str, Any], give: Callable[[Mapping[str, Vector]], T], into: Vector | None = None
+    ) -> ParameterRequest[T]:
+        """Begin pushes, and pulls of what comes of them; the arguments are those of `_ipush` and `_ipull`."""
+        arrays, servers = self._gradients(gradients), self._servers
+        for key in arrays:
+            self._check_target(key, into)
+
+        def begin() -> list[Coroutine[Any, Any, Vector]]:
+            return [servers.push_pull(key, flat, self._target(key, into)) for key, flat in self._checked_all(arrays)]
+
+        async def push_pull() -> T:
+            values = await servers.in_order([*arrays], begin)
+            return give(dict(zip(arrays, values, strict=True)))
+
+        return self._call(push_pull(), _name_all("push_pull", arrays))
 
     def _call(self, work: Coroutine[Any, Any, T], what: str) -> ParameterRequest[T]:
         """Begin work in the client's thread."""
@@ -389,6 +378,9 @@ class ParameterClient:
         if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
             raise ConfigError(f"the key {leaf} was given a gradient of {LeafSpec(key, array.shape, array.dtype.name)}")
         return array.reshape(-1)
+
+    def _checked_all(self, arrays: Mapping[str, Vector]) -> list[tuple[str, Vector]]:
+        return [(key, self._checked(key, array)) for key, array in arrays.items()]
 
     def _check_target(self, key: str, into: Vector | None) -> None:
         check_key(key)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zmqtrain.checkpoint.background_writer import BackgroundWriter
 from zmqtrain.checkpoint.files import read_arrays, write_arrays
@@ -32,6 +32,7 @@ from zmqtrain.core.errors import (
     FramingError,
     NonFiniteDelta,
     RemoteProtocolError,
+    ZmqTrainError,
 )
 from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.parameter_server.directory import Directory, Placed, Placement
@@ -51,9 +52,11 @@ from zmqtrain.parameter_server.store import Store, optimizer_from_spec
 from zmqtrain.protocol import messages
 from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
 from zmqtrain.session.downlink import Downlink
-from zmqtrain.session.environment import CodecExecutor, EffectQueue, clock
+from zmqtrain.session.environment import CodecExecutor, EffectQueue, Resume, Suspension, clock, spawn
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FILE = "keys.safetensors"
 
@@ -79,15 +82,7 @@ class ParameterKeeper:
             directory, store = Directory(machine.rules.shards), Store(optimizer_from_spec(machine.rules.optimizer))
             directory.restore(state["directory"])
             store.restore(versions, arrays)
-        except (
-            CheckpointError,
-            ConfigError,
-            LookupError,
-            ArithmeticError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:
+        except (ZmqTrainError, LookupError, ArithmeticError, TypeError, ValueError, AttributeError) as error:
             text = f"the keys in {self._path} cannot be read: {error!r}. Move that file away to begin without them"
             raise CheckpointError(text) from error
         logger.info("resuming a parameter server of %d keys, from %s", len(versions), self._path)
@@ -139,7 +134,7 @@ class Parameters:
         kept = keeper.resume(self.machine)
         self.directory, self.store = kept or (Directory(1), Store(optimizer_from_spec(self.machine.rules.optimizer)))
         self._downlink, self._codec, self._keeper, self._keep_seconds = downlink, codec, keeper, keep_seconds
-        self._jobs: deque[tuple[Callable[[], Any], Callable[..., None] | None, tuple[Any, ...]]] = deque()
+        self._jobs: deque[tuple[Callable[[], object], Resume | None]] = deque()
         self._submitted = 0
         self._kept_at, self._changed = time.monotonic(), False
         self._announced: dict[tuple[PeerId, int], Payload] = {}
@@ -202,16 +197,20 @@ class Parameters:
 
     def whole(self, peer: PeerId, payload: Payload, frames: Sequence[Buffer]) -> None:
         """Take a payload that is here whole: it is looked at, and then used."""
-        self._job(partial(self.store.check, payload.dtype, frames), self._checked, peer, payload, frames)
+        spawn(self._use(peer, payload, frames))
 
-    def _checked(self, result: object, peer: PeerId, payload: Payload, frames: Sequence[Buffer]) -> None:
-        name = peer, payload.transfer
+    async def _use(self, peer: PeerId, payload: Payload, frames: Sequence[Buffer]) -> None:
+        name, fault = (peer, payload.transfer), None
+        try:
+            await self._in_codec(self.store.check, payload.dtype, frames)
+        except CodecError as error:
+            fault = error
         if self._announced.get(name) is not payload:
             return  # of a client that has left
         del self._announced[name]
-        if isinstance(result, CodecError):
-            reason = "non-finite" if isinstance(result, NonFiniteDelta) else "corrupt"
-            self._carry_out(self.machine.broken(*name, reason, str(result)))
+        if fault is not None:
+            reason = "non-finite" if isinstance(fault, NonFiniteDelta) else "corrupt"
+            self._carry_out(self.machine.broken(*name, reason, str(fault)))
         else:
             effects = self.machine.received(*name)
             if not any(isinstance(effect, Refuse) for effect in effects):
@@ -224,7 +223,7 @@ class Parameters:
         changed = self._changed or now >= self._keeper.writer.retry_at
         if changed and now - self._kept_at >= self._keep_seconds:
             self._kept_at, self._changed, self._keeper.writer.retry_at = now, False, inf
-            self._job(partial(self._keeper.save, self._state(), self.store))
+            self._do(self._keeper.save, self._state(), self.store)
         if now - self._looked_at < AWAITED_SECONDS:
             return
         self._looked_at, missing = now, self.machine.missing
@@ -251,7 +250,7 @@ class Parameters:
 
     def close(self) -> None:
         """Save, and wait until it is written; call it when the codec thread has ended."""
-        for work, _, _ in self._jobs:
+        for work, _ in self._jobs:
             with contextlib.suppress(CodecError):
                 work()
         if self.machine.keys:
@@ -279,7 +278,7 @@ class Parameters:
             asked += key.size
             if not self._downlink.has_room_to(peer, asked):
                 break
-            self._answer(outgoing.popleft())
+            spawn(self._answer(outgoing.popleft()))
 
     # ------------------------------------------------------------------ carrying out effects
 
@@ -291,11 +290,11 @@ class Parameters:
                     self._incoming.setdefault(worker, deque()).append(payload)
                     self.go_on(worker)
             case Install(worker, request, key, dtype):
-                self._job(partial(self.store.install, key, dtype, self._whole.pop((worker, request))))
+                self._do(self.store.install, key, dtype, self._whole.pop((worker, request)))
             case Apply(key, payloads):
-                self._job(partial(self.store.apply, key, [self._whole.pop(name) for name in payloads]))
+                self._do(self.store.apply, key, [self._whole.pop(name) for name in payloads])
             case Answer():
-                self._answer(effect)
+                spawn(self._answer(effect))
             case Confirm(worker, request):
                 self._downlink.send(worker, messages.Done(request))
             case Refuse(worker, request, reason, text):
@@ -313,7 +312,7 @@ class Parameters:
         if reset:
             self.directory = Directory(rules.shards)
             self._whole.clear()
-        self._job(partial(self.store.begin, optimizer_from_spec(optimizer), reset))
+        self._do(self.store.begin, optimizer_from_spec(optimizer), reset)
 
     def _expect(self, peer: PeerId, payload: Payload) -> None:
         try:
@@ -322,28 +321,32 @@ class Parameters:
             self._announced.pop((peer, payload.transfer), None)
             self._carry_out(self.machine.broken(peer, payload.transfer, "size", str(error)))
 
-    def _job(self, work: Callable[[], Any], then: Callable[..., None] | None = None, *facts: Any) -> None:
-        """Do `work` in the codec thread, then `then(result, *facts)` here, in order, a few at a time."""
-        self._jobs.append((work, then, facts))
+    def _in_codec(self, work: Callable[..., T], *facts: Any) -> Suspension[T]:
+        """Return what waits for `work(*facts)` in the codec thread, in order with `_do`."""
+        return Suspension(lambda resume: self._submit(partial(work, *facts), resume))
+
+    def _do(self, work: Callable[..., object], *facts: Any) -> None:
+        """Do `work(*facts)` in the codec thread; nobody waits for it."""
+        self._submit(partial(work, *facts), None)
+
+    def _submit(self, work: Callable[[], object], resume: Resume | None) -> None:
+        self._jobs.append((work, resume))
         self._submit_some()
 
     def _submit_some(self) -> None:
         while self._jobs and self._submitted < JOBS_AT_ONCE:
             self._submitted += 1
-            work, then, facts = self._jobs.popleft()
-            self._codec.submit(work, partial(self._finish, then, facts))
+            work, resume = self._jobs.popleft()
+            self._codec.submit(work, partial(self._finish, resume))
 
-    def _finish(self, then: Callable[..., None] | None, facts: tuple[Any, ...], result: object) -> None:
+    def _finish(self, resume: Resume | None, result: object) -> None:
         self._submitted -= 1
         self._submit_some()
-        if then is not None:
-            then(result, *facts)
+        if resume is not None:
+            resume(result)
 
-    def _answer(self, answer: Answer) -> None:
-        self._job(partial(self.store.read, answer.key), self._send, answer)
-
-    def _send(self, values: tuple[int, Sequence[Buffer]], answer: Answer) -> None:
-        version, frames = values
+    async def _answer(self, answer: Answer) -> None:
+        version, frames = await self._in_codec(self.store.read, answer.key)
         peer = answer.worker
         if not self.machine.serves(peer):
             return

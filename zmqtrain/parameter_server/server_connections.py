@@ -13,7 +13,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,18 +69,6 @@ BYTES_BESIDE_A_KEY, BYTES_OF_A_DIMENSION = 32, 9
 """At most, of a key in a head, beside its name."""
 
 
-class ConnectionOwner(Protocol):
-    """The client to which a connection belongs. name: as in Hello."""
-
-    name: str
-
-    def on_placed(self, placed: Placed) -> None:
-        """The first server says where keys lie."""
-
-    def on_failed(self, error: ZmqTrainError) -> None:
-        """A connection has ended. Called once for each."""
-
-
 class ServerConnection(NullListener):
     """A client's session with one server of a parameter server: requests, and the futures of their answers.
 
@@ -89,7 +77,7 @@ class ServerConnection(NullListener):
 
     messages = (Awaited, Done, Enrolled, Placed, Refused, Values, Welcome)
 
-    def __init__(self, owner: ConnectionOwner, shard: int, address: str, dialer: Dialer) -> None:
+    def __init__(self, owner: ServerConnections, shard: int, address: str, dialer: Dialer) -> None:
         self.owner, self.shard, self.address = owner, shard, address
         loop = asyncio.get_running_loop()
         self.welcome: asyncio.Future[Welcome] = loop.create_future()
@@ -354,14 +342,13 @@ class ServerConnections:
             self._declared.pop(number, None)
             first.conclude(number)
 
-    async def placed(self, key: str) -> None:
-        """Return once the place of a key is known, and all earlier calls about it have begun."""
-        if key not in self.places or key in self._placing:
-            async with self._placed_all([key]):
-                pass
-
     async def in_order(self, keys: Sequence[str], make: Callable[[], Iterable[Coroutine[Any, Any, T]]]) -> list[T]:
-        """Run the coroutines of `make`, about several keys, once their places are known; return the results."""
+        """Run the coroutines of `make`, about these keys, once their places are known; return the results.
+
+        Those of an earlier call about one of the keys begin before.
+        """
+        if all(key in self.places and key not in self._placing for key in keys):
+            return await all_of(make())
         async with self._placed_all(keys):
             tasks = [asyncio.ensure_future(one) for one in make()]
             await asyncio.sleep(0)  # they begin
@@ -407,38 +394,41 @@ class ServerConnections:
         await self.declare([LeafSpec(key, one.shape, one.dtype.name) for key, one in arrays.items()], settle)
         return {key: there[key] for key in arrays}
 
-    async def _bring(self, key: str, flat: Vector) -> None:
-        dtype = flat.dtype.name
+    def _announce(
+        self, key: str, flat: Vector, make: Callable[[int, str, Piece, tuple[int, ...]], Initialise | Push]
+    ) -> list[asyncio.Future[Any]]:
+        """Announce values to all brokers that have a piece of the key.
 
-        def bring(piece: Piece) -> asyncio.Future[Any]:
-            name = piece.name(key, flat.size)
-            return self.connections[piece.shard].announce(
-                lambda number, sizes: Initialise(number, name, dtype, piece.start, piece.values, sizes),
-                cut_frames(flat[piece.start : piece.start + piece.values]),
-            )
-
-        await asyncio.gather(*[bring(piece) for piece in self.places[key].pieces])
-
-    def _announce(self, key: str, flat: Vector, pull: bool) -> list[asyncio.Future[Any]]:
-        self.pushes += 1
-        dtype = flat.dtype.name
+        make(number, the piece's name, the piece, its sizes): the message to a broker.
+        """
 
         def announce(piece: Piece) -> asyncio.Future[Any]:
-            name = piece.name(key, flat.size)
+            name, frames = piece.name(key, flat.size), cut_frames(flat[piece.start : piece.start + piece.values])
             return self.connections[piece.shard].announce(
-                lambda number, sizes: Push(number, name, dtype, pull, sizes),
-                cut_frames(flat[piece.start : piece.start + piece.values]),
+                lambda number, sizes: make(number, name, piece, sizes), frames
             )
 
         return [announce(piece) for piece in self.places[key].pieces]
 
+    async def _bring(self, key: str, flat: Vector) -> None:
+        def make(number: int, name: str, piece: Piece, sizes: tuple[int, ...]) -> Initialise:
+            return Initialise(number, name, flat.dtype.name, piece.start, piece.values, sizes)
+
+        await asyncio.gather(*self._announce(key, flat, make))
+
+    def _push(self, key: str, flat: Vector, pull: bool) -> list[asyncio.Future[Any]]:
+        self.pushes += 1
+        return self._announce(
+            key, flat, lambda number, name, _, sizes: Push(number, name, flat.dtype.name, pull, sizes)
+        )
+
     async def push(self, key: str, flat: Vector) -> None:
         """Send a gradient to all brokers that have a piece of the key; wait until they have it."""
-        await asyncio.gather(*self._announce(key, flat, False))
+        await asyncio.gather(*self._push(key, flat, False))
 
     async def push_pull(self, key: str, flat: Vector, into: Vector) -> Vector:
         """Send a gradient, and return the values with it applied, in `into`."""
-        return await self._gather(key, self._announce(key, flat, True), into)
+        return await self._gather(key, self._push(key, flat, True), into)
 
     async def pull(self, key: str, into: Vector) -> Vector:
         """Return the values of a key, in `into`."""
