@@ -1,11 +1,13 @@
-"""Rules of all tests: Ctrl-C arrives, tests with sockets run one after another, and nothing is compiled twice.
+"""Rules of all tests: Ctrl-C arrives, tests in real time run one after another, and nothing is compiled twice.
 
-With several workers (`-n`), each folder of SERIAL has one worker, which runs its tests one after another, and so have
-the files of PROGRAMS; the other workers compute, each file in one worker, because its tests share what they have made.
+With several workers (`-n`), the tests of one group run one after another in one worker. The groups of WAITING wait more
+than they compute, so they begin first and at the same time. Every other file is a group, because its tests share what
+they have compiled; the slowest of these files begin first, so that no worker ends long after the others.
 Tests and the programs that they start keep compiled code of jax in one folder while the tests last, and that of Python
 beside its source: most of a short run is compiling.
 
-A test marked `nightly` runs a whole bench, or a page of the tutorial: only --nightly selects it (.ci/nightly).
+A test marked `nightly` is a whole bench, a page of the tutorial, or one more case of a grid whose branches other cases
+take: only --nightly selects it (.ci/nightly). tests/README.md lists the laws and fault proofs, which are in every run.
 """
 
 from __future__ import annotations
@@ -23,9 +25,34 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-SERIAL = ("integration", "star")
-PROGRAMS = {f"test_{name}.py" for name in ("commands", "doctor", "examples", "export", "mistakes", "pages", "stop")}
-"""Files of integration that start whole programs, which compute more than they wait: they have their own worker."""
+PROGRAMS = tuple(
+    f"integration/test_{name}.py"
+    for name in ("commands", "devices", "examples", "pages", "mistakes", "export", "stop", "doctor")
+)
+"""Files of integration that start whole programs, which compute more than they wait: each is a group of its own."""
+WAITING = {
+    "star": ("star/*",),
+    "sockets": tuple(
+        f"integration/test_{name}.py"
+        for name in ("access", "close", "communicator", "link", "mesh*", "parameter_server*", "proxy", "ring*", "zmq_*")
+    ),
+    "integration": ("integration/*",),
+}
+"""By group, patterns of its files; a file belongs to the first group that names it."""
+SLOW = (
+    *PROGRAMS,
+    "test_laws.py",
+    "train/test_gradients.py",
+    "codecs/*",
+    "sim/*",
+    "bench/*",
+    "programs/*",
+    "collectives/*",
+    "protocol/test_hub_stateful.py",
+    "averaging/*",
+    "train/*",
+)
+"""The files that begin first once the groups of WAITING have begun."""
 HERE = Path(__file__).parent
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
 COMPILED_HERE = pytest.StashKey[str]()
@@ -36,7 +63,7 @@ settings.load_profile("zmqtrain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="run whole benches and every page of the tutorial, too")
+    parser.addoption("--nightly", action="store_true", help="run whole benches, pages and grids, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # one process may read what another one is writing; it compiles for itself then
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
-    config.addinivalue_line("markers", "nightly: a whole bench or page, which only --nightly selects")
+    config.addinivalue_line("markers", "nightly: a whole bench, page or grid, which only --nightly selects")
     config.addinivalue_line("markers", "xdist_group(name): of tests that one worker runs, one after another")
 
 
@@ -84,7 +111,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--nightly"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    places = {path: path.relative_to(HERE) for path in {item.path for item in items}}
+    items.sort(key=lambda item: _order(places[item.path]))  # a stable order: within a file the tests stay as written
     for item in items:
-        place = item.path.relative_to(HERE)
-        folder = "programs" if place.name in PROGRAMS else place.parts[0]
-        item.add_marker(pytest.mark.xdist_group(folder if place.parts[0] in SERIAL else str(place)))
+        item.add_marker(pytest.mark.xdist_group(_group(places[item.path])))
+
+
+def _group(place: Path) -> str:
+    """Return the group of a file; most files are groups of their own."""
+    if any(map(place.match, PROGRAMS)):
+        return str(place)
+    return next((name for name, patterns in WAITING.items() if any(map(place.match, patterns))), str(place))
+
+
+def _order(place: Path) -> int:
+    """Return a number that is smaller for files that begin earlier."""
+    if (group := _group(place)) in WAITING:
+        return list(WAITING).index(group)
+    slow = (number for number, pattern in enumerate(SLOW) if place.match(pattern))
+    return len(WAITING) + next(slow, len(SLOW))
