@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from tests.grids import nightly
+
 import asynchrony
 from asynchrony_cases import EXPERIMENTS
 from perceptron import Perceptron
@@ -26,10 +28,12 @@ def test_no_two_cases_of_an_experiment_are_one(experiment):
     [
         ("delay", "overwriting", 4),
         ("stragglers", "default (quorum, dynamic k)", 4),
-        ("timed", "Async-Timed", 3),
-        ("nodes", "naive", 2),
-        ("initial", "naive mean", 4),
-        ("selection", "median", 4),
+        *nightly(
+            ("timed", "Async-Timed", 3),
+            ("nodes", "naive", 2),
+            ("initial", "naive mean", 4),
+            ("selection", "median", 4),
+        ),
     ],
 )
 def test_a_case_of_each_experiment_trains(experiment, method, nodes):

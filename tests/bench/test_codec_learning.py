@@ -36,6 +36,7 @@ def bench(text: str, *rest: str) -> None:
 ROWS = ["--method", "synchronous", "--row", "name=half|codec=bf16|every=4"]
 
 
+@pytest.mark.nightly
 def test_a_sweep_goes_on_where_it_was_cut(text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, other = tmp_path / "lines", tmp_path / "others"
     bench(text_file, *ROWS, "--seeds", "1", "--results", str(results))

@@ -241,6 +241,7 @@ def test_exact_gradients_are_synchronous_training() -> None:
     np.testing.assert_allclose(flat(trained), flat(state.params), atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_what_was_not_sent_of_the_gradients_waits_at_the_nodes_and_at_the_hub() -> None:
     rate, program = 0.05, local_steps(adam=False).program
     together, params = replicas(SPARSE), program.init(0)

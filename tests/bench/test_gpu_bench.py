@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gpu import TOY, Size, _judge, main, measure_codec
 
+from tests.grids import nightly
 from zmqtrain.codecs.base import codec_from_spec
 
 
@@ -23,7 +24,7 @@ def test_a_codec_that_is_not_there_is_refused(capsys):
     assert "ternory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("spec", "count"), [("float32", 70_000), ("ternary", 40_000), ("lowrank", 40_000)])
+@pytest.mark.parametrize(("spec", "count"), [("ternary", 40_000), *nightly(("float32", 70_000), ("lowrank", 40_000))])
 def test_a_codecs_row_compares_it_with_a_copy_and_with_numpy(spec, count):
     x = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     row = measure_codec(codec_from_spec(spec), x, TOY)
@@ -32,6 +33,7 @@ def test_a_codecs_row_compares_it_with_a_copy_and_with_numpy(spec, count):
     assert row["encode/copy"] > 0 and row["decode/copy"] > 0
 
 
+@pytest.mark.nightly
 def test_at_toy_size_a_node_trains_with_exchanges_on_and_off(tmp_path, capsys):
     output = tmp_path / "gpu.json"
     assert main(["--here", "--part", "node", "--json", str(output)]) == 0

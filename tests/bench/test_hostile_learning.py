@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 from hostile_learning import Case, judge, measure
 
+from tests.grids import nightly
+
 ROW = {"case": "rate 30 from the start", "bad": "1 of 3", "loss": 0.3, "without": 0.29, "ratio": 0.3 / 0.29}
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(rate=3.0, steps=240),
-        Case(rate=3000.0, begins="middle", steps=240, nodes=5, bad=2),
         Case(scale=2600.0, begins="middle", steps=240, nodes=5, bad=3, key="lab"),
+        *nightly(Case(rate=3.0, steps=240), Case(rate=3000.0, begins="middle", steps=240, nodes=5, bad=2)),
     ],
     ids=lambda case: case.name,
 )

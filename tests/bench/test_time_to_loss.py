@@ -115,6 +115,7 @@ def arguments(text_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return [*sizes, "--program", PROGRAM, "--text", text_file, "--json", str(tmp_path / "runs.jsonl")]
 
 
+@pytest.mark.nightly
 def test_runs_are_made_once_and_the_table_has_all_rows(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +218,7 @@ def test_the_best_rate_is_the_one_that_reached_the_last_loss_first_or_came_neare
     assert best_rates(table, [2.1, 2.0]) == {("ideal", 4): 3e-3, ("auto", 4): 2e-3}
 
 
+@pytest.mark.nightly
 def test_a_sweeps_settings_by_hand_end_soon_after_auto(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

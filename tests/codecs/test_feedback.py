@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import nightly
 from zmqtrain.codecs.codec import Codec, read_buffers
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
@@ -48,6 +49,7 @@ KEEPERS = {
     "momentum in feedback": lambda: error_feedback(momentum_correction(fragment(bf16(), 2), 0.3), 0.9),
 }
 FRAGMENTS = ["feedback fragment", "momentum fragment", "momentum in feedback"]
+JITTED = ["feedback int8", "feedback 0.9 ternary", "feedback 0.7 tenths", *FRAGMENTS]
 every_keeper = pytest.mark.parametrize("keeper", KEEPERS)
 
 
@@ -87,7 +89,14 @@ def rounds(draw, size):
     return slabs
 
 
-@pytest.mark.parametrize(("keeper", "size"), [*((keeper, 301) for keeper in KEEPERS), (FRAGMENTS[-1], 7)])
+@pytest.mark.parametrize(
+    ("keeper", "size"),
+    [
+        *((keeper, 301) for keeper in JITTED),
+        *nightly(*((keeper, 301) for keeper in KEEPERS if keeper not in JITTED)),
+        *nightly((FRAGMENTS[-1], 7)),
+    ],
+)
 @settings(max_examples=12)
 @given(data=st.data())
 def test_numpy_and_jitted_rows_of_jax_send_and_keep_the_same_bytes(keeper, size, data):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import nightly
 from zmqtrain.codecs.sparsify import check_places, index_form, pack_places, unpack_places
 from zmqtrain.core.errors import CodecError
 
@@ -34,6 +35,7 @@ SHAPES = [
     (262_144, 1),
     (262_144, 2622),
 ]
+EACH_FORM = [(1, 1), (100, 40), (600, 6), (65_536, 1), (65_536, 66), (65_537, 1), (262_144, 2622)]
 every_shape = pytest.mark.parametrize(("count", "kept"), SHAPES)
 
 
@@ -60,7 +62,9 @@ def packed_bits(count, kept, lows, high):
     return bytes(sum(bit << place for place, bit in enumerate(bits[i : i + 8])) for i in range(0, len(bits), 8))
 
 
-@every_shape
+@pytest.mark.parametrize(
+    ("count", "kept"), [*EACH_FORM, *nightly(*(shape for shape in SHAPES if shape not in EACH_FORM))]
+)
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32))
 def test_places_come_back_and_numpy_and_jitted_rows_of_jax_write_the_same_bytes(count, kept, seed):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.grids import nightly
 from zmqtrain.codecs.base import CODECS, TRANSFORMS, WRAPPERS, codec_from_spec
 from zmqtrain.codecs.wrappers import error_feedback
 from zmqtrain.core.errors import CodecError
@@ -18,9 +19,9 @@ from slabs import raw
 SPECS = [*CODECS, *(f"{transform}+int8" for transform in TRANSFORMS), *(f"{wrapper}+int8" for wrapper in WRAPPERS)]
 SPECS += ["ternary:fragments=4"]
 """Every member of the family, by its defaults."""
-MANY_ROUNDS = ["int2", "ternary", "lowrank:rank=1", "topk:density=0.05+int4", "randomk:density=0.1+int8s"]
-MORE_ROUNDS = ["bf16", "int8", "sign", "blocktopk+bf16", "dct:block=16+int8"]
-MANY_ROUNDS += [pytest.param(spec, marks=pytest.mark.nightly) for spec in MORE_ROUNDS]
+MANY_ROUNDS = ["ternary", "lowrank:rank=1", "topk:density=0.05+int4"]
+MORE_ROUNDS = ["bf16", "int8", "int2", "sign", "randomk:density=0.1+int8s", "blocktopk+bf16", "dct:block=16+int8"]
+MANY_ROUNDS += nightly(*MORE_ROUNDS)
 LONE = [0.0, -0.0, 1.5, -3.0, 2.0**-100, -1.999 * 2.0**-101, 1e-45, np.finfo(np.float32).max]
 """Values that are all of a slab."""
 

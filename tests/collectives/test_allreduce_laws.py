@@ -79,7 +79,7 @@ def test_an_allreduce_is_numpys_reduction_in_the_stated_order_bit_by_bit_on_all_
 
 @algorithms
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("values", [0, 1, 2, 100])
+@pytest.mark.parametrize("values", [0, 1, 100])
 def test_a_sum_is_numpys_sum(algorithm: str, size: int, values: int) -> None:
     arrays = random_arrays(size, values, "int64", 1)
     wanted = np.sum(arrays, axis=0)

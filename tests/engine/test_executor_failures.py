@@ -192,7 +192,7 @@ def test_control_c_ends_a_wait() -> None:
     with pytest.raises(KeyboardInterrupt), zt.Engine(1) as engine:
         never, main = engine.variable(), threading.get_ident()
         engine.push_async(lambda on_complete: signal.pthread_kill(main, signal.SIGINT), mutate=[never])
-        engine.wait(never, SECONDS)
+        engine.wait(never, 2.0)  # so long it lasts if the signal comes just before the wait begins
 
 
 def test_an_exit_inside_an_operation_is_an_exception_like_others(engine: zt.Engine) -> None:

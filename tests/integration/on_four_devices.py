@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import broker
 
+from tests.grids import nightly
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node.connect import connect
@@ -97,9 +98,14 @@ def alike():
     return {fragments: strict_run(fragments) for fragments in (1, 3)}
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize(
-    ("homes", "anchor"), [(FSDP, "device"), (FSDP, "host"), (REPLICATED, "device"), (ALONE, "host")]
+    ("fragments", "homes", "anchor"),
+    [
+        (1, FSDP, "host"),
+        (3, FSDP, "device"),
+        *nightly((1, FSDP, "device"), (3, FSDP, "host"), (1, ALONE, "host"), (3, ALONE, "host")),
+        *nightly((1, REPLICATED, "device"), (3, REPLICATED, "device")),
+    ],
 )
 def test_a_run_ends_with_the_same_bits_wherever_one_node_has_its_parameters_and_its_anchor(
     alike, fragments, homes, anchor

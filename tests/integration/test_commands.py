@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import nightly
 from tests.terminals import pseudo_terminal
 from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.node.connect import connect
@@ -199,7 +200,7 @@ def test_chaos_breaks_a_run_and_its_ledger_says_exactly_once(text: Path) -> None
     assert re.search(r"^ledger +exactly once *$", result.stdout, re.MULTILINE) and "kill broker" in result.stdout
 
 
-@pytest.mark.parametrize("exchange", ["allreduce:ring", "server:async"])
+@pytest.mark.parametrize("exchange", ["allreduce:ring", *nightly("server:async")])
 def test_local_trains_in_lockstep_where_it_is_told_so(text: Path, exchange: str) -> None:
     result = run_local(
         *("--nodes", "2", "--units", "6", "--program-arguments", SMALL.format(text=text)),

@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import nightly
+
 PROJECT = Path(__file__).parents[2]
 FLAG = "--xla_force_host_platform_device_count=4"
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("folder", ["train", "integration"])
-def test_all_that_holds_on_four_devices_holds(folder):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{folder}/on_four_devices.py"]
+@pytest.mark.parametrize("which", ["every run", *nightly("at night")])
+def test_all_that_holds_on_four_devices_holds(folder, which):
+    selected = ["--nightly", "-m", "nightly"] if which == "at night" else []
+    file = f"tests/{folder}/on_four_devices.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected, file]
     environment = {**os.environ, "XLA_FLAGS": FLAG, "PYTHONPATH": str(PROJECT)}
     run = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import nightly
 from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.core.settings import RunSettings
 
@@ -71,7 +72,7 @@ def accuracy(printed: str) -> float:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["custom_loop.py", *nightly("flax_loop.py")])
 def test_two_copies_train_one_model_and_a_later_joiner_adopts_it(name: str) -> None:
     with BrokerThread(HERE, two_nodes()) as broker:
 

@@ -178,9 +178,10 @@ def test_a_checkpoint_of_another_run_is_left_only_if_that_is_said(tmp_path):
     with broker(RunSettings(every=2, delay=1)) as other:
         with pytest.raises(ConfigError, match="is of the node pc-1, not of pc-3: leave the name out"):
             connect(other.address, "pc-3", checkpoint=tmp_path / "pc-1")
+        # it has another address, too, at which it looks for its run so long
         with pytest.raises(JoinRefused, match=r"is not of the run at .*say --new-run"):
-            connect(other.address, "pc-1", checkpoint=tmp_path / "pc-1")
-        assert Course(steps=5).run(other.address, tmp_path, new_run=True)[1:3] == (0, 0)
+            connect(other.address, "pc-1", checkpoint=tmp_path / "pc-1", timeout_seconds=3.0)
+        assert Course(steps=5).run(other.address, tmp_path, new_run=True, timeout_seconds=3.0)[1:3] == (0, 0)
     assert list((tmp_path / "pc-1").glob("*.former"))
 
 

@@ -139,6 +139,7 @@ def test_each_window_of_a_batch_is_read_on_its_own(program):
         np.testing.assert_allclose(logits_of(params, window[None])[0], logits, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_muon_steps_as_optax_does_by_default(text_file):
     program = TextProgram(data=str(text_file), **TINY, inner_optimizer="muon")
     params = program.init(0)

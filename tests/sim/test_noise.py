@@ -35,6 +35,7 @@ def noise_of(program, codec, monkeypatch, steps=80):
     return made[0].meter.noise
 
 
+@pytest.mark.nightly
 def test_the_noise_scale_of_coded_deltas_is_within_a_factor_of_two_of_that_of_float32(program, monkeypatch):
     whole = noise_of(program, "float32", monkeypatch)
     for codec in ("ternary", "topk:density=0.05+sign"):

@@ -372,6 +372,7 @@ def test_a_timed_minibatch_is_as_large_as_its_time_allows(program, scenario):
     assert second.samples == pytest.approx(10 * second.statistics.steps, rel=0.1)
 
 
+@pytest.mark.nightly
 def test_the_text_program_learns(scenario, tmp_path):
     (tmp_path / "text").write_bytes(b"a few words, again and again; " * 1000)
     small = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2, "rate": 0.01}

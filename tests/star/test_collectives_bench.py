@@ -41,6 +41,7 @@ def test_a_row_of_each_algorithm_has_times_and_bytes_beside_its_formula(
     assert "10^6 bytes that each of 2 ranks has sent" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_the_table_of_the_fastest_is_printed_as_auto_has_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

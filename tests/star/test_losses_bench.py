@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from tests.grids import nightly
+
 import losses
 
 
 @pytest.mark.parametrize(
     ("call", "loss"),
-    [("allreduce:tree", "killed"), ("push_pull: a broker", "unplugged"), ("push_pull, bsp: a worker", "killed")],
+    [
+        ("allreduce:tree", "killed"),
+        *nightly(("push_pull: a broker", "unplugged"), ("push_pull, bsp: a worker", "killed")),
+    ],
 )
 def test_a_row_has_the_seconds_until_all_others_know(call: str, loss: str) -> None:
     row = losses.measure(call, loss, 3, 0.2)

@@ -68,6 +68,7 @@ def test_the_counters_of_both_ports_see_what_was_sent(star: Star) -> None:
     assert star.counters(1).sent_bytes < COUNT
 
 
+@pytest.mark.nightly
 def test_a_port_carries_no_more_than_its_rate(star: Star) -> None:
     star.set_rate(0, 50e6)
     rows = measure_ceiling(star, node=0, seconds=2.0)

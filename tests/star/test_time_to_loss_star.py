@@ -37,6 +37,7 @@ def test_a_real_run_is_scored_from_what_its_nodes_had(tmp_path: Path) -> None:
     assert line["chosen"]["every"] == 2
 
 
+@pytest.mark.nightly
 def test_an_exchange_takes_at_least_what_the_port_needs_for_it() -> None:
     job = Job(kind="exchange", nodes=2, place=Place(link=20e6), values_bytes=(40_000, 20_000))
     line = time_to_loss_star.time_exchange(job, repetitions=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.grids import nightly
 from tests.train.processes import Process, Regression, batches_of, finish, group_of
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import ModelMismatch
@@ -41,7 +43,16 @@ MIXED = {
 PLACINGS = {"replicated": REPLICATED, "fsdp": FSDP, "mixed": MIXED}
 
 
-@pytest.fixture(params=PLACINGS)
+ALL = list(product(PLACINGS, ("device", "host"), (1, 3)))
+OFTEN = [("replicated", "device", 1), ("fsdp", "host", 1), ("fsdp", "device", 3), ("mixed", "device", 3)]
+in_all_ways = pytest.mark.parametrize(
+    ("homes", "anchor", "fragments"),
+    [*OFTEN, *nightly(*(way for way in ALL if way not in OFTEN))],
+    indirect=["homes"],
+)
+
+
+@pytest.fixture
 def homes(request):
     return PLACINGS[request.param]
 
@@ -102,8 +113,7 @@ class Played:
         return self
 
 
-@pytest.mark.parametrize("anchor", ["device", "host"])
-@pytest.mark.parametrize("fragments", [1, 3])
+@in_all_ways
 def test_every_move_gives_the_bits_of_one_device_and_leaves_parameters_where_they_were(fragments, homes, anchor):
     alone = Played(fragments, True, dict.fromkeys(SHAPES)).play()
     ours = Played(fragments, True, homes, anchor)
@@ -121,8 +131,7 @@ def test_every_move_gives_the_bits_of_one_device_and_leaves_parameters_where_the
         assert [(one, tied) for one, tied, _ in where(ours.anchor)] == [(one, tied) for one, tied, _ in before]
 
 
-@pytest.mark.parametrize("anchor", ["device", "host"])
-@pytest.mark.parametrize("fragments", [1, 3])
+@in_all_ways
 def test_a_snapshot_replaces_the_anchor_and_keeps_what_is_pending(fragments, homes, anchor):
     alone = Played(fragments, True, dict.fromkeys(SHAPES)).adopt()
     ours = Played(fragments, True, homes, anchor)
@@ -134,7 +143,11 @@ def test_a_snapshot_replaces_the_anchor_and_keeps_what_is_pending(fragments, hom
     assert where(ours.params) == before
 
 
-@pytest.mark.parametrize("anchor", ["device", "host"])
+@pytest.mark.parametrize(
+    ("homes", "anchor"),
+    [("fsdp", "device"), *nightly(*(way[:2] for way in ALL if way[2] == 1 and way[:2] != ("fsdp", "device")))],
+    indirect=["homes"],
+)
 def test_half_precision_and_elastic_shares_give_the_bits_of_one_device(homes, anchor):
     alone = Played(2, True, dict.fromkeys(SHAPES), elastic=0.3, dtype=jnp.bfloat16).play()
     ours = Played(2, True, homes, anchor, elastic=0.3, dtype=jnp.bfloat16).play()
@@ -157,8 +170,7 @@ def largest_share(arrays):
     return max((shard.data.size for array in arrays for shard in array.addressable_shards), default=0)
 
 
-@pytest.mark.parametrize("anchor", ["device", "host"])
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(("fragments", "anchor"), [(2, "device"), (1, "host"), *nightly((1, "device"), (2, "host"))])
 def test_no_device_ever_holds_a_whole_leaf(monkeypatch, fragments, anchor):
     homes = {"wide": FSDP["wide"], "tall": FSDP["tall"]}
     held = jax.live_arrays()  # held, so that no other array comes to have the id of one of them
@@ -177,7 +189,11 @@ def test_no_device_ever_holds_a_whole_leaf(monkeypatch, fragments, anchor):
     assert largest_share(ours.params) == 60_000 / 4
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize(
+    ("homes", "fragments"),
+    [("fsdp", 3), *nightly(*(way for way in product(PLACINGS, (1, 3)) if way != ("fsdp", 3)))],
+    indirect=["homes"],
+)
 def test_what_is_compiled_speaks_to_no_other_device(monkeypatch, homes, fragments):
     compiled = []
     calls = SpreadLeaves._calls
@@ -194,6 +210,7 @@ def test_what_is_compiled_speaks_to_no_other_device(monkeypatch, homes, fragment
     assert not [text for text in compiled if spoken.search(text)]
 
 
+@pytest.mark.parametrize("homes", ["fsdp", *nightly("replicated", "mixed")], indirect=True)
 def test_after_the_node_has_joined_nothing_is_compiled(caplog, homes):
     ours = Played(3, True, homes)
     nothing = segments(ours.layout, range(3), 0)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.grids import nightly
 from tests.train.processes import REGRESSION, SAMPLES, Ended, Process, Regression, Run, batches_of, finish, group_of
 from zmqtrain.core.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
 from zmqtrain.train.gradients import GradientLoop, GradientOptions, _SynchronousRun
@@ -58,8 +59,10 @@ def close(ours, theirs):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize(
+    ("count", "bucket_bytes"),
+    [(1, 100), (2, 1), (3, 100), (3, 1 << 20), *nightly((1, 1), (1, 1 << 20), (2, 100), (2, 1 << 20), (3, 1))],
+)
 def test_a_step_is_that_of_one_process_with_all_the_batches(count, bucket_bytes):
     units = list(range(UNITS))
     ours = same_bits(train(count, units, bucket_bytes=bucket_bytes))
