@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.numpy_node import BULK, CONTROL, TOLERANCE, NumpyNode, crc
 from zmqtrain.averaging.aggregator import Aggregator
+from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload
 from zmqtrain.core.errors import CodecError
@@ -118,7 +119,8 @@ class World:
                 case Reduce():
                     self.release(effect)
                 case Serve(peer, known, landed):
-                    version, frames = self.aggregator.snapshot()
+                    version = self.aggregator.version
+                    frames = encode_snapshot(self.aggregator.layout, self.aggregator.published)
                     assert version == self.hub.version
                     self.following.add(peer)
                     self.push(peer, Snapshot, () if known == version else frames, version=version, landed=landed)

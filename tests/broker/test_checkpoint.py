@@ -106,6 +106,6 @@ def test_the_model_alone_is_written_by_leaf(tmp_path):
 )
 def test_a_record_that_is_whole_and_no_release_is_said_and_not_lived(folder, body):
     journal(folder, 2)
-    folder.append(body)
+    folder.journal.append(body)
     with pytest.raises(CheckpointError, match="holds what is no release, after version 2: remove it"):
         list(folder.replay(1))

@@ -37,7 +37,7 @@ def save(folder, *versions):
 def keep_journal(folder, *versions):
     folder.begin_journal(versions[0] - 1)
     for version in versions:
-        folder.append(b"record %d" % version)
+        folder.journal.append(b"record %d" % version)
 
 
 def names(path):
@@ -221,9 +221,9 @@ def test_a_record_for_which_there_was_no_room_is_taken_back_and_can_be_tried_aga
     with monkeypatch.context() as full:
         full.setattr(files.os, "write", nearly_full)
         with pytest.raises(CheckpointError, match=r"cannot write the journal .*No space left"):
-            folder.append(b"record 2")
+            folder.journal.append(b"record 2")
     assert list(folder.records()) == [b"record 1"]
-    folder.append(b"record 2")
+    folder.journal.append(b"record 2")
     assert list(folder.records()) == [b"record 1", b"record 2"]
 
 
@@ -233,7 +233,7 @@ def test_a_journal_that_cannot_be_begun_leaves_the_one_before_as_it_was(folder, 
         full.setattr(files, "sync_folder", lambda path: os.close(os.open(path / "none", os.O_RDONLY)))
         with pytest.raises(CheckpointError, match="cannot write to"):
             folder.begin_journal(5)
-    folder.append(b"record 2")
+    folder.journal.append(b"record 2")
     assert list(folder.records()) == [b"record 1", b"record 2"]
 
 

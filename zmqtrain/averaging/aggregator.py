@@ -124,7 +124,6 @@ class Aggregator:
         self._sums: list[Vector] = []
         self._states: list[list[State]] = []
         self._outer_state: list[Mapping[str, Vector]] = []
-        self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
         self._judged: dict[tuple[PeerId, int], Judgement] = {}  # accepted, and in no version yet
         self._waiting: dict[tuple[PeerId, int], Held] = {}  # for the close of their round
         self._record: deque[tuple[Released, list[Judgement]]] = deque()  # the last versions, and who is in them
@@ -133,7 +132,6 @@ class Aggregator:
         self.sparse = SparseRound(self.meter)
 
     def values_of(self, fragments: Sequence[int]) -> int:
-        """Return how many values these fragments have."""
         return sum(sum(self.layout.counts(fragment)) for fragment in fragments)
 
     def plan(self, model: ModelSpec) -> None:
@@ -188,7 +186,6 @@ class Aggregator:
         return encode_snapshot(self.layout, first), ""
 
     def found(self, frames: Sequence[Buffer]) -> None:
-        """Take the founder's parameters as version 0."""
         self._begin(decode_snapshot(self.layout, frames), 0)
 
     def _begin(self, flats: Sequence[Vector], version: Version) -> None:
@@ -199,7 +196,7 @@ class Aggregator:
         self._states = [self._fresh_states(fragment) for fragment in range(len(flats))]
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self._shares = [0.0] * len(flats)
-        self.version, self._snapshot = version, (-1, ())
+        self.version = version
         self._judged.clear()
         self._waiting.clear()
         self._record.clear()
@@ -410,12 +407,6 @@ class Aggregator:
             raise
         decode_payload(codecs, frames, counts, out=published, add=True, checked=True)
         return frames
-
-    def snapshot(self) -> tuple[Version, tuple[Buffer, ...]]:
-        """Return the version and the frames of `published`; made once per version, shared by all who ask."""
-        if self._snapshot[0] != self.version:
-            self._snapshot = (self.version, encode_snapshot(self.layout, self.published))
-        return self._snapshot
 
     def make_room(self) -> list[Vector]:
         """Return memory for a `copy`, its pages already mapped; any thread may call it."""

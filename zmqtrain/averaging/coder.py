@@ -50,23 +50,22 @@ IDLE_TAKES = 8
 _ALIGNMENT_VALUES = ALIGNMENT_BYTES // 4
 
 
+@dataclass(eq=False, slots=True)
 class _Kept:
-    """Memory, at which take it was lent last, and whether somebody has it."""
+    """Memory. lent_at: the take at which it was lent last; lent: the array that was, while somebody has it."""
 
-    __slots__ = ("_lent", "lent_at", "memory")
-
-    def __init__(self, memory: NDArray[np.float32]) -> None:
-        self.memory, self.lent_at = memory, 0
-        self._lent: weakref.ref[NDArray[np.float32]] | None = None
+    memory: NDArray[np.float32]
+    lent_at: int = 0
+    lent: weakref.ref[NDArray[np.float32]] | None = None
 
     @property
     def is_free(self) -> bool:
-        return self._lent is None or self._lent() is None
+        return self.lent is None or self.lent() is None
 
     def lend(self, take: int) -> NDArray[np.float32]:
         """Return an array of all the memory, which its views hold: of a memoryview they do not look behind it."""
         array = np.frombuffer(self.memory.data, np.float32)
-        self._lent, self.lent_at = weakref.ref(array), take
+        self.lent, self.lent_at = weakref.ref(array), take
         return array
 
 
@@ -136,7 +135,6 @@ def snapshot_counts(layout: Layout) -> list[int]:
 
 
 def snapshot_codecs(layout: Layout) -> tuple[Codec, ...]:
-    """Return the codec of each segment of a snapshot."""
     return (codec_from_spec(DENSE),) * len(snapshot_counts(layout))
 
 

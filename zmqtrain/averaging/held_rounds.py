@@ -73,7 +73,6 @@ class SlabThreads:
         self._threads, self._least_values = threads, least_values
 
     def count(self, values: int) -> int:
-        """Return how many threads work on so many values."""
         if values < self._least_values:
             return 1
         return min(MOST_THREADS, 1 + idle_cores()) if self._threads is None else self._threads
@@ -130,7 +129,6 @@ class DeltaMeter:
         return self._scale.noise
 
     def read(self, fragment: int, total: Values) -> Values:
-        """Return the sampled values of a fragment's sum."""
         sample: Values = total[self.places(fragment, total.size)]
         return sample
 
@@ -152,7 +150,6 @@ class DeltaMeter:
             self._scale.add(peer, fragment, added)
 
     def close(self, fragments: tuple[int, ...]) -> None:
-        """Close a round of these fragments."""
         for fragment in fragments:
             self._scale.close(fragment)
 
@@ -376,7 +373,6 @@ class SparseRound:
         return True
 
     def holds(self, fragment: int) -> bool:
-        """Return whether publishes of a fragment are held."""
         return bool(self._fragments[fragment].held)
 
     def give_up(self, fragment: int) -> list[tuple[PeerId, Publish, Sequence[Buffer]]]:
@@ -386,7 +382,6 @@ class SparseRound:
         return held
 
     def close(self, fragment: int) -> None:
-        """Drop what is held of a fragment: its round is over."""
         self._fragments[fragment] = _Fragment()
 
     def can_release(self, fragment: int, codecs: tuple[Codec, ...], largest: float) -> bool:

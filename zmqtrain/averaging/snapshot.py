@@ -33,7 +33,6 @@ class Digest:
         self._hash = blake2b(digest_size=DIGEST_BYTES)
 
     def add(self, frame: Buffer) -> None:
-        """Take the next frame."""
         self._hash.update(len(frame).to_bytes(8, "little"))
         self._hash.update(frame)
 
@@ -44,7 +43,6 @@ class Digest:
 
 
 def digest_of(frames: Sequence[Buffer]) -> str:
-    """Return the digest of all these frames."""
     digest = Digest()
     for frame in frames:
         digest.add(frame)

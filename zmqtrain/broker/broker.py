@@ -106,7 +106,6 @@ class Receiver:
         self.bytes_received = 0
 
     async def receive_forever(self) -> None:
-        """Receive until the channel is closed."""
         gc.callbacks.append(self._collecting.note)
         try:
             await self._receive()
@@ -436,12 +435,7 @@ class Broker:
         """Expel a peer whose key was revoked; call it in the broker's loop."""
         self.core.expel(peer, ZmqTrainError(why), "revoked")
 
-    def describe(self, roster: Roster) -> Roster:
-        """Add to a roster of the hub's what only the broker knows."""
-        return self.admin.describe(roster)
-
     def statistics(self) -> BrokerStatistics:
-        """Return the running figures."""
         return BrokerStatistics(
             self.hub.version,
             self.hub.nodes,

@@ -15,11 +15,10 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.checkpoint.background_writer import BackgroundWriter
-from zmqtrain.checkpoint.files import describe_difference, write_arrays
+from zmqtrain.checkpoint.files import describe_difference, open_arrays, write_arrays
 from zmqtrain.checkpoint.folder import CheckpointFolder, Every, is_locked
 from zmqtrain.checkpoint.model_files import (
     ModelFacts,
@@ -31,7 +30,7 @@ from zmqtrain.checkpoint.model_files import (
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.settings import RunSettings, with_present_names
-from zmqtrain.core.types import Buffer, ModelSpec, Version
+from zmqtrain.core.types import Buffer, LeafSpec, ModelSpec, Version
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import model_from_wire
@@ -67,7 +66,8 @@ class RunFolder(CheckpointFolder):
         released, landed, samples = record
         frames = tuple(tuple(bytes(frame) for frame in frames) for frames in released.frames)
         one = _Release(released.version, released.codec, released.fragments, frames, landed, samples)
-        self.append(msgspec.msgpack.encode(one))
+        if self.journal is not None:
+            self.journal.append(msgspec.msgpack.encode(one))
 
     def replay(self, version: int) -> Iterator[JournalRecord]:
         """Give the releases after `version` in order, up to the first that is torn or missing.
@@ -87,6 +87,15 @@ class RunFolder(CheckpointFolder):
             if one.version == version + 1:
                 version += 1
                 yield Released(one.version, one.codec, one.fragments, one.frames), one.landed, one.samples
+
+    def resume(self, state: dict[str, Any], arrays: dict[str, Any], hub: Hub, aggregator: Aggregator) -> None:
+        """Bring hub and aggregator to a checkpoint, and on by the journal. Raises CheckpointError."""
+        hub.restore(state)
+        aggregator.plan(hub.model)
+        aggregator.restore(hub.version, arrays)
+        for released, landed, samples in self.replay(hub.version):
+            aggregator.replay(released)
+            hub.replay(released.version, landed, samples)
 
 
 MODEL_FILE = "model.safetensors"
@@ -141,15 +150,13 @@ class _Part(msgspec.Struct):
 
 def _read(path: Path) -> _Part:
     try:
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise CheckpointError(
-                    f"{path} is no part of a model: zmqtrain merge takes the files model-I-of-M.safetensors"
-                )
-            part = msgspec.json.decode(metadata["part"], type=_Part)
-            part.path, part.arrays = path, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        part.facts = facts_from_metadata(metadata)
+        metadata, arrays = open_arrays(path)
+        if metadata.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{path} is no part of a model: zmqtrain merge takes the files model-I-of-M.safetensors"
+            )
+        part = msgspec.json.decode(metadata["part"], type=_Part)
+        part.path, part.arrays, part.facts = path, arrays, facts_from_metadata(metadata)
         if part.shard >= part.shards:
             raise ValueError(f"it says shard {part.shard} of {part.shards} brokers")
         for name, shape, start, stop in part.leaves:
@@ -216,7 +223,17 @@ def merge_parts(places: Sequence[Path], out: Path) -> int:
     parts.sort(key=lambda part: part.shard)
     versions = ", ".join(f"{part.version} (shard {part.shard})" for part in parts)
     logger.info("the parts are of the versions %s", versions)
-    model = _join(parts)
+    for index, (name, shape) in enumerate(first.shapes):
+        filled = 0
+        for part in parts:
+            _, _, start, stop = part.leaves[index]
+            if start < stop and start != filled:
+                raise CheckpointError(f"the values of {name} from {filled} on are not what {part.path} holds next")
+            filled = stop if start < stop else filled
+        if filled != prod(shape):  # before memory is allocated for them
+            raise CheckpointError(f"the values of {name} from {filled} on are in none of the parts")
+    spec = tuple(LeafSpec(name, shape, "float32") for name, shape in first.shapes)
+    model = join_parts(spec, [part.arrays for part in parts])
     write_model(out, model, replace(first.facts, version=min(part.version for part in parts)))
     return sum(array.size for array in model.values())
 
@@ -225,28 +242,12 @@ def join_parts(model: ModelSpec, parts: Sequence[Mapping[str, NDArray[np.float32
     """Return the whole leaves of a model. parts: those of each broker, by shard, flat or whole."""
     joined = {}
     for leaf in model:
-        values = np.concatenate([part[leaf.path].reshape(-1) for part in parts])
+        held = [part[leaf.path].reshape(-1) for part in parts if leaf.path in part]
+        values = np.concatenate(held) if held else np.zeros(0, np.float32)
         if values.size != leaf.values:
             raise CheckpointError(f"of the leaf {leaf} the brokers have {values.size} values")
         joined[leaf.path] = values.reshape(leaf.shape)
     return joined
-
-
-def _join(parts: Sequence[_Part]) -> dict[str, NDArray[np.float32]]:
-    model = {}
-    for index, (name, shape) in enumerate(parts[0].shapes):
-        held, filled = [np.zeros(0, np.float32)], 0
-        for part in parts:
-            _, _, start, stop = part.leaves[index]
-            if start < stop and start != filled:
-                raise CheckpointError(f"the values of {name} from {filled} on are not what {part.path} holds next")
-            if start < stop:
-                held.append(part.arrays[name].reshape(-1))
-                filled = stop
-        if filled != prod(shape):  # before memory is allocated for them
-            raise CheckpointError(f"the values of {name} from {filled} on are in none of the parts")
-        model[name] = np.concatenate(held).reshape(shape)
-    return model
 
 
 FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")
@@ -333,7 +334,6 @@ class Keeper:
             self.save(hub.state(), aggregator)
 
     def release_folder(self) -> None:
-        """Unlock the folder, because this broker does not begin."""
         if self._folder is not None:
             self._folder.close()
 
@@ -368,13 +368,8 @@ class Keeper:
                 f"the checkpoint in {folder.folder} was written under other settings: {difference}. "
                 "Give the same settings to resume that run, or another --checkpoint folder to begin a new one"
             )
-        hub.restore(state)
-        aggregator.plan(hub.model)
-        aggregator.restore(hub.version, arrays)
-        saved = hub.version
-        for released, landed, samples in folder.replay(saved):
-            aggregator.replay(released)
-            hub.replay(released.version, landed, samples)
+        folder.resume(state, arrays, hub, aggregator)
+        saved = state["version"]
         if folder.skipped > hub.version:
             text = "%s has lost what was released after version %d: the checkpoint of version %d is torn, and the "
             logger.warning(text + "journal before it ends there", hub.run, hub.version, folder.skipped)
@@ -488,7 +483,7 @@ class Keeper:
             folder.begin_journal(version)
             self._no_journal_since = None
         except CheckpointError as error:
-            if not folder.has_journal:
+            if folder.journal is None:
                 self._no_journal_since = version
             return self.writer.put_off(str(error))
         self.writer.begin()
@@ -647,7 +642,6 @@ RUNS = Path("zmqtrain-runs")
 
 
 def new_run() -> str:
-    """Return the id of a new run."""
     return f"run-{secrets.token_hex(4)}"
 
 

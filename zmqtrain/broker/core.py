@@ -104,14 +104,12 @@ class BrokerCore:
         self.carry_out = EffectQueue[HubEffect](lambda effect: self._effects[type(effect)](effect)).carry_out
 
     def dispatch_to(self, *services: BrokerService) -> None:
-        """Give these services, from now on, their messages and effects."""
         for service in services:
             assert not (self.messages.keys() & service.messages.keys() or self._effects.keys() & service.effects.keys())
             self.messages |= service.messages
             self._effects |= service.effects
 
     def receive(self, peer: PeerId, message: Message, now: float) -> None:
-        """Give a message to the hub, and carry out the effects."""
         self.carry_out(self.hub.receive(peer, message, now))
 
     def now(self) -> float:
@@ -233,7 +231,6 @@ class BrokerLog:
         logger.warning("the initial parameters of %s cannot be averaged: %s", self._names(peers), why)
 
     def preempted(self, peer: PeerId, lender: PeerId) -> None:
-        """One node of a population goes on from another's parameters."""
         logger.info("%s is preempted: it goes on from the parameters of %s", self._name(peer), self._name(lender))
 
     def scheduled(self, schedule: Schedule) -> None:

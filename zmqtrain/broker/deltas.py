@@ -125,7 +125,6 @@ class PendingUploads:
         return self._aggregator.judge(peer, publish, frames, voter)
 
     def take(self, peer: PeerId, announcement: Announcement) -> Frames:
-        """Return the frames of an upload that is used now, and hold them no more."""
         return self.whole.pop(_key(peer, announcement))
 
     def forget(self, peer: PeerId) -> None:

@@ -227,7 +227,7 @@ class _Host:
             if self.registration is not None:
                 await asyncio.to_thread(self.registration.close)
         if (watch := self.options.get("watch")) is not None:
-            watch(broker.describe(broker.hub.roster(clock.monotonic())))  # how the run ended
+            watch(broker.admin.describe(broker.hub.roster(clock.monotonic())))  # how the run ended
         return broker.statistics()
 
     async def _follow(self, channel: RouterChannel, access: RouterAccess, place: StandbyPlace) -> TakeoverState | None:
@@ -322,7 +322,6 @@ class BrokerThread:
 
     @property
     def address(self) -> str:
-        """The address that nodes of this machine connect to."""
         return self.broker.channel.address
 
     @property

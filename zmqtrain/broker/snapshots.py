@@ -41,7 +41,6 @@ class CachedSnapshot:
     since_size: int = 0
 
     def make(self, frames: Sequence[Buffer], moments: Sequence[Buffer], digests: tuple[str, str]) -> None:
-        """Store the frames, once they are made."""
         self.frames, self.moments, self.digests = frames, moments, digests
         self.size = sum(len(frame) for frame in frames)
 
@@ -70,7 +69,6 @@ class SnapshotCache:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all snapshots and aggregates."""
         return sum(kept.size + kept.since_size for kept in self._kept)
 
     @property
@@ -90,14 +88,12 @@ class SnapshotCache:
         return newest
 
     def begin(self, version: Version, now: float) -> CachedSnapshot:
-        """Add this version; later releases are added to it."""
         while len(self._kept) >= MOST_KEPT:
             del self._kept[0]
         self._kept.append(CachedSnapshot(version, now))
         return self._kept[-1]
 
     def released(self, released: Released, reduce: Reduce) -> None:
-        """Add an aggregate to all snapshots."""
         size = sum(len(frame) for frames in released.frames for frame in frames)
         for kept in list(self._kept):
             kept.since.append((released, reduce))
@@ -196,7 +192,6 @@ class Turns:
         return peer
 
     def is_due(self, peer: PeerId) -> bool:
-        """Return whether the peer's turn has come, and was not used yet."""
         return peer in self._places and not self._places[peer].used
 
     def used(self, peer: PeerId, size: int, now: float) -> None:

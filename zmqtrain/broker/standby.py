@@ -269,32 +269,31 @@ class _Rival:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandbyPlace:
-    """The broker that a standby follows. first: its address.
-
-    address: at which nodes reach the standby; "": this machine's address on the way to the first.  takeover_seconds:
-    how long the first must be gone.  wait_seconds: how long to wait for its first answer.
-    """
-
-    first: str
-    address: str = ""
-    takeover_seconds: float = 3.0
-    wait_seconds: float = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardPlace:
-    """Where a broker other than the first belongs. shard: 1 to brokers - 1.  first: the address of the first.
+class Place:
+    """Where a broker other than the first belongs. first: the address of the first.
 
     address: at which nodes reach this one; "": this machine's address on the way to the first.  wait_seconds: how long
     to wait for the first's answer.
     """
 
-    shard: int
-    shards: int
     first: str
     address: str = ""
     wait_seconds: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandbyPlace(Place):
+    """The place of a standby, which follows the first. takeover_seconds: how long the first must be gone."""
+
+    takeover_seconds: float = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlace(Place):
+    """The place of one of several brokers. shard: 1 to shards - 1."""
+
+    shard: int
+    shards: int
 
 
 @dataclass(frozen=True)
@@ -312,7 +311,7 @@ class _FirstSession(NullListener):
     meanwhile: what goes on without the first.
     """
 
-    def __init__(self, peer: Peer, place: StandbyPlace | ShardPlace, access: BrokerAccess, meanwhile: str) -> None:
+    def __init__(self, peer: Peer, place: Place, access: BrokerAccess, meanwhile: str) -> None:
         self._peer, self._first, self._wait_seconds = peer, place.first, place.wait_seconds
         self.stopped = False
         self._link = HubSession(access, peer, place.first, self, meanwhile=meanwhile)
@@ -475,11 +474,10 @@ class Standby(_FirstSession):
     # ------------------------------------------------------------------ Listener (network thread)
 
     def on_changed(self) -> None:
-        """See Listener."""
         self._log_when_back("the first broker, at %s, is followed again")
 
     def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
-        """See Listener: a copy of the first, or a release."""
+        """Apply a copy of the first, or a release, in a thread of its own."""
         if isinstance(deliver.announcement, Replica):
             job = partial(self._copy, deliver.announcement, frames)
         elif isinstance(deliver.announcement, Aggregate):
@@ -554,7 +552,6 @@ class Registration(_FirstSession):
 
     @property
     def settings(self) -> RunSettings:
-        """The run's settings, once welcomed."""
         assert self.peer.settings is not None
         return self.peer.settings
 
@@ -584,5 +581,4 @@ class Registration(_FirstSession):
         self._link.close("")
 
     def on_changed(self) -> None:
-        """See Listener."""
         self._log_when_back(f"{self.name} is registered again with the first broker, at %s")

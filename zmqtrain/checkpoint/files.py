@@ -57,15 +57,19 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     Raises CheckpointError for one that is torn, or another.
     """
     try:
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-            state = metadata["state"]
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata, arrays = open_arrays(path)
+        state = metadata["state"]
         if _checksum(state, arrays) != int(metadata["crc"]):
             raise ValueError("its checksum differs")
         return dict(json.loads(state)), arrays
     except Exception as error:  # whatever its bytes make of the reader, it is no checkpoint
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def open_arrays(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Return the metadata and the arrays of a safetensors file. Raises whatever its bytes make of the reader."""
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def sync_folder(folder: Path) -> None:

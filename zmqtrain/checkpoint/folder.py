@@ -111,7 +111,8 @@ class CheckpointFolder:
         self.folder, self.keep = folder, keep
         self.skipped = -1
         """The version of the newest checkpoint that `load` could not read, -1 if it read them all."""
-        self._journal: Journal | None = None
+        self.journal: Journal | None = None
+        """Of the releases after a checkpoint; None: none has begun, or it has ended."""
         self._lock: int | None = None
 
     # ------------------------------------------------------------------ whose it is
@@ -222,28 +223,13 @@ class CheckpointFolder:
     def begin_journal(self, version: int) -> None:
         """Start the journal of the releases after `version`. Raises CheckpointError; the one before then goes on."""
         journal = Journal(self.folder / f"journal-{version:012d}.log")
-        if self._journal is not None:
-            self._journal.close()
-        self._journal = journal
+        self.end_journal()
+        self.journal = journal
 
     def end_journal(self) -> None:
-        """Close the journal; nothing is appended until another one is begun."""
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
-
-    @property
-    def has_journal(self) -> bool:
-        """Whether a journal has begun, and not ended."""
-        return self._journal is not None
-
-    def append(self, body: bytes) -> None:
-        """Write one record to the journal, if there is one.
-
-        It survives the death of this process from then on. Raises CheckpointError; it may be tried again.
-        """
-        if self._journal is not None:
-            self._journal.append(body)
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = None
 
     # ------------------------------------------------------------------ reading
 
@@ -284,7 +270,6 @@ class CheckpointFolder:
         return None
 
     def load_version(self, version: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """Return the state and the arrays of the checkpoint of one version. Raises CheckpointError."""
         return read_arrays(self.folder / f"checkpoint-{version:012d}.safetensors")
 
     def good_versions(self) -> tuple[int, ...]:

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 
-from zmqtrain.checkpoint.files import write_arrays
+from zmqtrain.checkpoint.files import open_arrays, write_arrays
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.types import VERSION, ModelSpec, Version, spec_from_plain, spec_to_plain
 
@@ -85,20 +84,9 @@ def facts_from_state(state: Mapping[str, Any]) -> ModelFacts:
 def facts_to_metadata(facts: ModelFacts) -> dict[str, str]:
     """Return the facts as the metadata of a safetensors file, which are texts."""
     scores = {name: float(value) for name, value in facts.evaluation.items() if isfinite(value)}
-    return {
-        "format": FORMAT,
-        "zmqtrain": facts.zmqtrain,
-        "run": facts.run,
-        "version": str(facts.version),
-        "newest": str(facts.newest),
-        "samples": str(facts.samples),
-        "program": facts.program,
-        "program_arguments": facts.program_arguments,
-        "evaluation": json.dumps(scores),
-        "evaluation_version": str(facts.evaluation_version),
-        "leaves": json.dumps(spec_to_plain(facts.leaves), separators=(",", ":")),
-        "names": NAMES,
-    }
+    leaves = json.dumps(spec_to_plain(facts.leaves), separators=(",", ":"))
+    of_files = {"format": FORMAT, "evaluation": json.dumps(scores), "leaves": leaves, "names": NAMES}
+    return {name: str(value) for name, value in vars(facts).items()} | of_files
 
 
 def facts_from_metadata(metadata: Mapping[str, str]) -> ModelFacts:
@@ -134,9 +122,7 @@ def read_model(path: Path) -> tuple[dict[str, NDArray[Any]], ModelFacts]:
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder: name the file in it, as {path / 'model.safetensors'}")
     try:
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata, arrays = open_arrays(path)
         if "part" in metadata:
             raise CheckpointError(
                 f"{path} is one broker's part of a model: make the whole of all parts with `zmqtrain merge`"

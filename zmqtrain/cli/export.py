@@ -115,12 +115,7 @@ def model_of_folder(folder: Path) -> Model:
         raise CheckpointError(f"the checkpoint in {folder} is not of a broker's run: it is of a node, perhaps")
     settings = RunSettings.from_dict(state["settings"])
     hub, aggregator = Hub(settings, release_rule_from_spec(settings.release), str(state["run"])), Aggregator(settings)
-    hub.restore(state)
-    aggregator.plan(hub.model)
-    aggregator.restore(hub.version, arrays)
-    for released, landed, samples in run.replay(hub.version):
-        aggregator.replay(released)
-        hub.replay(released.version, landed, samples)
+    run.resume(state, arrays, hub, aggregator)
     facts = facts_from_state(hub.state())
     if file.exists():
         written, said = read_model(file)

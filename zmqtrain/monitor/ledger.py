@@ -73,7 +73,6 @@ def lives_of(path: Path) -> list[list[Record]]:
 
 
 def releases_of(records: Iterable[Record]) -> list[Release]:
-    """Return the releases in a broker's record."""
     return [
         Release(
             record["version"],

@@ -292,8 +292,9 @@ class RecordedHub:
         self._keep_snapshot()
 
     def _keep_snapshot(self) -> None:
-        if self.aggregator.version in self._needed:
-            version, self._snapshots[version] = self.aggregator.snapshot()
+        aggregator = self.aggregator
+        if aggregator.version in self._needed:
+            self._snapshots[aggregator.version] = encode_snapshot(aggregator.layout, aggregator.published)
 
 
 def _contribution(one: Record) -> Contribution:
