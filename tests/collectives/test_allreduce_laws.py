@@ -68,7 +68,7 @@ def test_an_allreduce_is_numpys_reduction_in_the_stated_order_bit_by_bit_on_all_
 ) -> None:
     name = data.draw(st.sampled_from(DTYPES))
     kind = "float" if name == "bfloat16" else KINDS[name[0]]
-    op = data.draw(st.sampled_from([op for op, kinds in OPERATIONS.items() if kind in kinds]))
+    op = data.draw(st.sampled_from([op for op, operation in OPERATIONS.items() if kind in operation.kinds]))
     values = data.draw(st.integers(0, 70))
     arrays = random_arrays(size, values, name, data.draw(st.integers(0, 1000)))
     wanted = reduced(algorithm, arrays, find_reduction(op, arrays[0].dtype))

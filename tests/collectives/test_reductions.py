@@ -34,7 +34,7 @@ def dtype_of(name: str) -> np.dtype:
 
 def is_for(op: str, name: str) -> bool:
     kind = {"?": "bool", "i": "int", "u": "int", "f": "float", "b": "float", "c": "complex"}[name[0]]
-    return kind in OPERATIONS[op]
+    return kind in OPERATIONS[op].kinds
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -75,7 +75,7 @@ def test_the_pieces_of_two_arrays_give_the_bits_of_the_whole(op: str, name: str)
 @given(
     npst.arrays(np.float32, 8, elements=st.floats(width=32)),
     npst.arrays(np.float32, 8, elements=st.floats(width=32)),
-    st.sampled_from([op for op, kinds in OPERATIONS.items() if "float" in kinds]),
+    st.sampled_from([op for op, operation in OPERATIONS.items() if "float" in operation.kinds]),
 )
 def test_overflow_and_nan_are_numpys_without_a_warning(first: Values, second: Values, op: str) -> None:
     with np.errstate(all="ignore"):
@@ -153,7 +153,7 @@ def test_what_cannot_be_reduced_is_refused_with_advice() -> None:
 )
 def test_the_usual_functions_are_the_named_operations(name: str, functions: tuple[object, ...]) -> None:
     for function in functions:
-        dtype = np.dtype("f4" if "float" in OPERATIONS[name] else "i4")
+        dtype = np.dtype("f4" if "float" in OPERATIONS[name].kinds else "i4")
         reduction, values = find_reduction(function, dtype), np.array([1, 2, 3], dtype)  # type: ignore[arg-type]
         assert reduction.name == name
         reduction.combine(values, np.array([1, 0, 1], dtype), values)

@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import resource
 import numpy as np
-from zmqtrain.collectives.connect import keep_freed_memory
+from zmqtrain.collectives.mesh import keep_freed_memory
 
 def use():
     return [np.ones(2 << 20, np.uint8) for _ in range(4)]

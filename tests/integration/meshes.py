@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.collectives.connect import open_port
-from zmqtrain.collectives.mesh import MeshPort
+from zmqtrain.collectives.mesh import MeshPort, open_port
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.transport.zmq_keys import CurveKeys
 
@@ -102,7 +101,7 @@ def send(port: MeshPort, rank: int, *messages: list[Any]) -> None:
 
 ECHO = """
 import ctypes, sys, threading
-from zmqtrain.collectives.connect import open_port
+from zmqtrain.collectives.mesh import open_port
 hub, size, rank, key = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 done = threading.Event()
 class Echo:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from runs import BrokerProcess
 
-from zmqtrain.collectives.connect import open_port
-from zmqtrain.collectives.mesh import LEFT
+from zmqtrain.collectives.mesh import LEFT, open_port
 from zmqtrain.core.errors import HubUnreachable, LocalProtocolError, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import HUB, HubChunk, Lane, PeerId

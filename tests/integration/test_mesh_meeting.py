@@ -11,8 +11,7 @@ from channels import kept_address
 
 from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.collectives import group_connection
-from zmqtrain.collectives.connect import open_port
-from zmqtrain.collectives.mesh import LEFT
+from zmqtrain.collectives.mesh import LEFT, open_port
 from zmqtrain.core.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.core.settings import RunSettings
 

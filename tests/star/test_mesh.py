@@ -16,7 +16,7 @@ serve("tcp://*:5555", RunSettings(), ready=lambda broker: print("ready", flush=T
 """
 PROCESS = """
 import sys, threading
-from zmqtrain.collectives.connect import open_port
+from zmqtrain.collectives.mesh import open_port
 hub, size, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 class Listener:
     def on_message(self, source, frames):

@@ -59,7 +59,6 @@ from zmqtrain.collectives.arrays import (
     take_tree,
 )
 from zmqtrain.collectives.calls import Phase, Phases, what_calls_share
-from zmqtrain.collectives.connect import open_port
 from zmqtrain.collectives.costs import LARGEST_CHUNK_BYTES, choose_algorithm, choose_chunk_bytes
 from zmqtrain.collectives.group import GRACE_SECONDS, Answers, Endpoint, Group, Request, Result
 from zmqtrain.collectives.matching import (
@@ -72,6 +71,7 @@ from zmqtrain.collectives.matching import (
     Status,
     Transfer,
 )
+from zmqtrain.collectives.mesh import open_port
 from zmqtrain.collectives.reductions import OPERATIONS, Function, Reduction, find_reduction
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
 from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost

@@ -14,12 +14,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 from zmqtrain.collectives.reducer import REDUCE_BYTES, REDUCE_MESSAGES, window_bytes
-from zmqtrain.collectives.routes import keep
-from zmqtrain.core.errors import CollectiveTimeout, HubUnreachable, JoinRefused, ZmqTrainError
-from zmqtrain.core.interfaces import Dialer
+from zmqtrain.core.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused, ZmqTrainError
+from zmqtrain.core.interfaces import Channel, Dialer
 from zmqtrain.core.types import HUB, Buffer, HubChunk, PeerId
 from zmqtrain.protocol.failure_detector import BEAT_SECONDS
 from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, Window, list_names
@@ -38,8 +38,11 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import PeerState
 from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer, limited
-from zmqtrain.transport.address import say_unreachable
-from zmqtrain.transport.pacing import Gate
+from zmqtrain.transport.address import is_loopback, local_address, parse_address, public_address, say_unreachable
+from zmqtrain.transport.admission import Admission
+from zmqtrain.transport.pacing import COPY_BELOW_BYTES, Gate
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_keys import Credentials, CurveKeys
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,14 @@ class GroupListener(Protocol):
 
     def on_relayed(self, rank: int, frames: list[Buffer]) -> None:
         """A message of that rank has come through the hub; of rank HUB: a chunk, reduced."""
+
+
+def keep(frames: Sequence[Buffer]) -> list[Buffer]:
+    """Return a message that may wait: its small frames are copied, its large ones nobody may write into."""
+    return [
+        frame if isinstance(frame, bytes) or memoryview(frame).nbytes >= COPY_BELOW_BYTES else bytes(frame)
+        for frame in frames
+    ]
 
 
 class _Stream:
@@ -193,11 +204,10 @@ class GroupConnection(NullListener):
     # ------------------------------------------------------------------ the session's listener
 
     def on_changed(self) -> None:
-        """See NullListener: each new connection asks for the place."""
+        """Each new connection asks for the place."""
         self._ask()
 
     def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
-        """See NullListener."""
         match message:
             case Welcome():
                 self._welcomed = True
@@ -226,13 +236,12 @@ class GroupConnection(NullListener):
         return True
 
     def on_ended(self, reason: str, text: str, error: ZmqTrainError) -> None:
-        """See NullListener: the hub is lost for good."""
+        """The hub is lost for good."""
         if not self._met.done():
             self._met.set_exception(self._refusal(text, "protocol" if reason == "garbage" else reason))
         self._hub_gone(text)
 
     def on_failed(self, error: ZmqTrainError) -> None:
-        """See NullListener."""
         if not self._met.done():
             self._met.set_exception(error)
         self._hub_gone(str(error))
@@ -296,3 +305,74 @@ class GroupConnection(NullListener):
         self.session.linger_seconds = linger_seconds
         self.session.leave(reason)
         await self.session.wait_closed()
+
+
+# ---------------------------------------------------------------------- how the group meets
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A group that has met: the socket to which the others connect, the connection to the hub, and this process's keys
+    within the group, if its hub has keys."""
+
+    router: RouterChannel
+    hub: GroupConnection
+    group: Group
+    keys: CurveKeys | None = field(default=None, repr=False)
+
+
+class _Dialer(NamedTuple):
+    """Connects to the hub of a group; the channel shares the threads of `beside`."""
+
+    credentials: Credentials
+    beside: RouterChannel
+
+    def dial(self, address: str, peer: PeerId) -> Channel:
+        hub_key, pair = self.credentials
+        return DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key, beside=self.beside)
+
+
+@dataclass
+class Rendezvous:
+    """A group's meeting at the broker at `hub`. listen: as in `open_port`; the rest as the hub has it.
+
+    If the hub has keys, the processes let in nobody but each other, by keys made for this group alone.
+    """
+
+    hub: str
+    name: str
+    asked: JoinGroup
+    timeout_seconds: float
+    listen: str
+    hub_key: bytes | None
+    pair: CurveKeys | None = field(repr=False)
+
+    async def meet(self) -> Meeting:
+        """Bind, connect to the hub, and wait for the others. Raises as `open_port`."""
+        own = CurveKeys.generate() if self.hub_key is not None else None
+        bound = self.listen or _address_towards(self.hub)
+        router = RouterChannel.bind(bound, keys=own, admission=None if own is None else Admission())
+        connection = GroupConnection(_Dialer((self.hub_key, self.pair), router), self.hub, self.name)
+        key, token = own.public.decode() if own is not None else "", secrets.token_hex(16)
+        address = self.asked.address or public_address(bound, router.address, self.hub)
+        asked = replace(self.asked, address=address, key=key, token=token)
+        try:
+            return Meeting(router, connection, await connection.meet(asked, self.timeout_seconds), own)
+        except BaseException:
+            await connection.leave()
+            await router.close(0.0)
+            raise
+
+
+def _address_towards(hub: str) -> str:
+    """Return the address to listen at: that of the interface by which this machine reaches the hub.
+
+    Raises ConfigError for an invalid address of the hub.
+    """
+    host, port = parse_address(hub)
+    if is_loopback(hub):
+        return f"tcp://{'[::1]' if ':' in host else '127.0.0.1'}:0"
+    here = local_address(host, port)
+    if not here:
+        raise ConfigError(f"no way leads from here to {host}: check the address of the hub and this machine's network")
+    return f"tcp://{f'[{here}]' if ':' in here else here}:0"

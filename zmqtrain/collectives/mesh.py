@@ -15,25 +15,29 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-from zmqtrain.collectives.group_connection import GroupConnection
+import numpy as np
+
+from zmqtrain.collectives.group_connection import GroupConnection, Meeting, Rendezvous
 from zmqtrain.collectives.reducer import check_chunk
 from zmqtrain.collectives.routes import GroupListenSocket, PeerRoute, RouteState, member_id
-from zmqtrain.core.errors import FramingError, LocalProtocolError, ZmqTrainError
+from zmqtrain.core.errors import ConfigError, FramingError, LocalProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import Clock, PortListener
 from zmqtrain.core.types import HUB, Buffer, HubChunk, Lane
 from zmqtrain.protocol.failure_detector import BEAT_SECONDS, Accuse, CutOff, Declare, FailureDetector
 from zmqtrain.protocol.framing import decode_message
-from zmqtrain.protocol.messages import Group, GroupLost, Leave
+from zmqtrain.protocol.groups import MAX_PROCESSES
+from zmqtrain.protocol.messages import GroupLost, JoinGroup, Leave
 from zmqtrain.transport.pacing import check_message
-from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
-from zmqtrain.transport.zmq_keys import CurveKeys
+from zmqtrain.transport.zmq_channels import DealerChannel
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +49,8 @@ LEAVE_SECONDS = 1.0
 """The messages of a rank that has left arrive within this, or not at all."""
 LEFT = "it has left the group"
 """The reason of the loss of a rank that has closed its port."""
-
-
-class PortLife(Protocol):
-    """The work of a port's thread."""
-
-    async def live(self) -> None:
-        """Live until the port is closed."""
-
-    def on_failed(self, error: BaseException) -> None:
-        """`live` raised this after the port was ready."""
+MEETING_SECONDS, DIRECT_SECONDS = 60.0, 3.0
+"""A process that is not reached directly within this is reached through the hub."""
 
 
 class PortThread:
@@ -64,7 +60,7 @@ class PortThread:
     closing: nothing is called any more.
     """
 
-    def __init__(self, life: PortLife) -> None:
+    def __init__(self, life: MeshPort) -> None:
         self._life = life
         self.name = "a process"
         self.silent = False
@@ -218,13 +214,11 @@ class Presence:
     # ------------------------------------------------------------------ from the hub
 
     def on_relayed(self, rank: int, frames: list[Buffer]) -> None:
-        """See GroupListener."""
         route = self._routes.get(rank)
         if frames and (rank == HUB or (route is not None and route.state is not RouteState.LOST)):
             self._port.on_message(rank, frames)
 
     def on_hub_gone(self, why: str) -> None:
-        """See GroupListener."""
         self._detector.hub = False
         if self._thread.silent:
             return
@@ -236,11 +230,9 @@ class Presence:
             self._lose_hub()
 
     def on_sent_away(self, why: str) -> None:
-        """See GroupListener."""
         self.lose(self._rank, f"the hub has sent it away: {why}")
 
     def on_group_lost(self, lost: GroupLost) -> None:
-        """See GroupListener."""
         route = self._routes.get(lost.rank)
         if lost.rank == self._rank or (route is not None and not lost.left):
             self.lose(lost.rank, lost.why)
@@ -343,41 +335,23 @@ class Presence:
         await asyncio.gather(*self._closings, return_exceptions=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MeshStatistics:
     """Running figures of a port. bytes: of whole messages.  relayed: ranks reached through the hub.
 
     strangers: messages that were ignored because no member of the group can have sent them.
     """
 
-    messages_sent: int
-    messages_received: int
-    bytes_sent: int
-    bytes_received: int
-    relayed: tuple[int, ...]
-    strangers: int
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """A group that has met: the socket to which the others connect, the connection to the hub, and this process's keys
-    within the group, if its hub has keys."""
-
-    router: RouterChannel
-    hub: GroupConnection
-    group: Group
-    keys: CurveKeys | None = field(default=None, repr=False)
-
-
-class Rendezvous(Protocol):
-    """How a port's group meets."""
-
-    async def meet(self) -> Meeting:
-        """Make the sockets and meet the others, in the port's loop."""
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    relayed: tuple[int, ...] = ()
+    strangers: int = 0
 
 
 class MeshPort:
-    """A process's port to the others of its group (a `HubPort`). Made by `zmqtrain.collectives.connect.open_port`.
+    """A process's port to the others of its group (a `HubPort`). Made by `open_port`.
 
     direct_seconds: a rank that is not reached directly within this is reached through the hub.
     """
@@ -387,7 +361,7 @@ class MeshPort:
         self.thread = PortThread(self)
         self._linger_seconds = 0.0
         self.routes: dict[int, PeerRoute] = {}
-        self._messages_sent = self._messages_received = self._bytes_sent = self._bytes_received = 0
+        self._moved = MeshStatistics()
 
     # ------------------------------------------------------------------ any thread
 
@@ -442,14 +416,8 @@ class MeshPort:
 
     def statistics(self) -> MeshStatistics:
         """Return the running figures."""
-        return MeshStatistics(
-            self._messages_sent,
-            self._messages_received,
-            self._bytes_sent,
-            self._bytes_received,
-            tuple(rank for rank, route in self.routes.items() if route.state is RouteState.RELAYED),
-            self._socket.strangers,
-        )
+        relayed = tuple(rank for rank, route in self.routes.items() if route.state is RouteState.RELAYED)
+        return replace(self._moved, relayed=relayed, strangers=self._socket.strangers)
 
     # ------------------------------------------------------------------ the port's thread: out
 
@@ -465,8 +433,8 @@ class MeshPort:
             raise LocalProtocolError(f"rank {self.rank} of {len(self.names)} has no route to rank {rank}")
         size = check_message(frames)
         if not self._presence.cut_off:
-            self._messages_sent += 1
-            self._bytes_sent += size
+            self._moved.messages_sent += 1
+            self._moved.bytes_sent += size
             route.send(frames)
 
     def reduce(self, chunk: HubChunk, frames: Sequence[Buffer]) -> None:
@@ -479,8 +447,8 @@ class MeshPort:
         size = check_message(frames)
         check_chunk(chunk, frames, size)
         if self._presence.need_hub() and not self._presence.cut_off:
-            self._messages_sent += 1
-            self._bytes_sent += size
+            self._moved.messages_sent += 1
+            self._moved.bytes_sent += size
             self._hub.reduce(chunk, frames, len(self.names))
 
     # ------------------------------------------------------------------ the port's thread: in
@@ -506,8 +474,8 @@ class MeshPort:
 
     def on_message(self, rank: int, frames: list[Buffer]) -> None:
         """Count a received message and hand it on."""
-        self._messages_received += 1
-        self._bytes_received += sum(len(frame) for frame in frames)
+        self._moved.messages_received += 1
+        self._moved.bytes_received += sum(len(frame) for frame in frames)
         self.thread.tell(lambda listener: listener.on_message(rank, frames))
 
     def _on_control(self, rank: int, head: Buffer) -> None:
@@ -524,7 +492,6 @@ class MeshPort:
     # ------------------------------------------------------------------ the port's thread: life
 
     async def live(self) -> None:
-        """See PortLife."""
         loop = asyncio.get_running_loop()
         self._closing, self._failure = loop.create_future(), loop.create_future()
         self._meeting = asyncio.ensure_future(self._rendezvous.meet())
@@ -588,7 +555,6 @@ class MeshPort:
         return PeerRoute(rank, name, address, channel, self._hub)
 
     def on_failed(self, error: BaseException) -> None:
-        """See PortLife."""
         self._presence.lose(self.rank, f"its port failed: {error!r}")
 
     def _begin_to_close(self, linger_seconds: float) -> None:
@@ -615,3 +581,59 @@ class MeshPort:
         self._hub.session.leave(LEFT)
         await in_time(*(route.all_sent() for route in self.routes.values()), self._hub.session.wait_closed())
         self._linger_seconds = max(0.0, until - loop.time())
+
+
+def open_port(
+    hub: str,
+    size: int,
+    rank: int | None = None,
+    *,
+    group: str = "default",
+    description: str = "",
+    name: str | None = None,
+    server_key: GivenServerKey = None,
+    keys: GivenKeys = None,
+    timeout_seconds: float = MEETING_SECONDS,
+    direct_seconds: float = DIRECT_SECONDS,
+    listen: str = "",
+    address: str = "",
+) -> MeshPort:
+    """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's port to all of them.
+
+    rank: the wanted rank, 0 to size - 1; None: by arrival.  group: processes that give the same name meet.
+    description: must be the same for all of them.  name: for people; default: the host's name and the process's
+    number.  server_key, keys: as for `zmqtrain.connect`, but no key file is searched; with keys all connections are
+    encrypted, and the processes let in nobody but each other, by keys made for this group.
+    timeout_seconds: how long to wait for the hub and for the others.  direct_seconds: a process that is not reached
+    directly within this is reached through the hub.  listen: where this process listens, port 0 chooses a free one
+    ("": at the address by which it reaches the hub); address: where the others reach it, if not there.
+
+    Raises ConfigError for invalid arguments, HubUnreachable if no broker answers, JoinRefused if the others were
+    started with other arguments, CollectiveTimeout, which names the processes here, if some are missing.
+    """
+    name = name or f"{socket.gethostname().partition('.')[0] or 'process'}-{os.getpid()}"
+    if not name.isprintable() or len(name) > 64 or "#" in name:
+        raise ConfigError(f"a process's name is at most 64 printable characters without '#', got {name!r}")
+    if not isinstance(size, int) or not 1 <= size <= MAX_PROCESSES:
+        raise ConfigError(f"size must be 1 to {MAX_PROCESSES}, got {size!r}")
+    if rank is not None and not 0 <= rank < size:
+        raise ConfigError(f"rank must be 0 to {size - 1} in a group of {size}, or None for any, got {rank}")
+    if timeout_seconds <= 0 or direct_seconds <= 0:
+        raise ConfigError(f"a time to wait must be above 0 s, got {min(timeout_seconds, direct_seconds)}")
+    hub_key, pair = read_credentials(server_key, keys)
+    asked = JoinGroup(group, size, -1 if rank is None else rank, description, address)
+    keep_freed_memory()
+    port = MeshPort(Rendezvous(hub, name, asked, timeout_seconds, listen, hub_key, pair), direct_seconds)
+    port.open()
+    return port
+
+
+def keep_freed_memory() -> None:
+    """Make the C library keep freed memory, up to some 60 MB a thread, for reuse.
+
+    glibc returns large blocks to the kernel at once, and each page of the next block costs a fault, more than receiving
+    it. Its limit for large is the largest block of at most 32 MB that was freed: this frees one that was never touched.
+    Other C libraries are not changed.
+    Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, the dynamic adjustment.
+    """
+    np.empty(31 << 20, np.uint8)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,21 +21,39 @@ from zmqtrain.core.errors import ConfigError, OperationError
 Values = NDArray[Any]
 """Flat and contiguous, of any dtype."""
 
-_SAME: dict[str, tuple[Callable[..., Any], ...]] = {
-    "sum": (builtins.sum, math.fsum, operator.add, operator.iadd, np.sum, np.add),
-    "mean": (np.mean,),
-    "max": (builtins.max, np.max, np.amax, np.maximum),
-    "min": (builtins.min, np.min, np.amin, np.minimum),
-    "prod": (math.prod, operator.mul, operator.imul, np.prod, np.multiply),
-    "band": (operator.and_, operator.iand, np.bitwise_and),
-    "bor": (operator.or_, operator.ior, np.bitwise_or),
-    "bxor": (operator.xor, operator.ixor, np.bitwise_xor),
+_NUMBERS, _ORDERED, _BITS = ("int", "float", "complex"), ("bool", "int", "float"), ("bool", "int")
+
+
+class Operation(NamedTuple):
+    """A named operation. kinds: of dtypes that it is for.  ufunc: how numpy does it.  same: functions that mean it."""
+
+    kinds: tuple[str, ...]
+    ufunc: np.ufunc
+    same: tuple[Callable[..., Any], ...]
+
+
+OPERATIONS = {
+    "sum": Operation(_NUMBERS, np.add, (builtins.sum, math.fsum, operator.add, operator.iadd, np.sum, np.add)),
+    "mean": Operation(("float", "complex"), np.add, (np.mean,)),
+    "max": Operation(_ORDERED, np.maximum, (builtins.max, np.max, np.amax, np.maximum)),
+    "min": Operation(_ORDERED, np.minimum, (builtins.min, np.min, np.amin, np.minimum)),
+    "prod": Operation(_NUMBERS, np.multiply, (math.prod, operator.mul, operator.imul, np.prod, np.multiply)),
+    "band": Operation(_BITS, np.bitwise_and, (operator.and_, operator.iand, np.bitwise_and)),
+    "bor": Operation(_BITS, np.bitwise_or, (operator.or_, operator.ior, np.bitwise_or)),
+    "bxor": Operation(_BITS, np.bitwise_xor, (operator.xor, operator.ixor, np.bitwise_xor)),
 }
-_NAMES = {id(function): name for name, functions in _SAME.items() for function in functions}
-_OF_JAX = {"sum": "sum", "add": "sum", "mean": "mean", "max": "max", "amax": "max", "maximum": "max"} | {
-    "min": "min", "amin": "min", "minimum": "min", "prod": "prod", "multiply": "prod",
-    "bitwise_and": "band", "bitwise_or": "bor", "bitwise_xor": "bxor",
-}  # fmt: skip
+"""By name. Of bools sum and prod would be `max` and `min`; the mean of integers is no integer; complex numbers have no
+order. A name may be in any case: "SUM" is "sum"."""
+
+_NAMES = {id(function): name for name, operation in OPERATIONS.items() for function in operation.same}
+_OF_JAX = {
+    function.__name__: name
+    for name, operation in OPERATIONS.items()
+    for function in operation.same
+    if function.__name__ in vars(np)
+}
+"""By the name of JAX's function, which is that of numpy's."""
+
 _SMALL = ((1, 2, 3, 5), (2, 7, 1, 3), (4, 1, 2, 2))
 """What a function is tried on: every number that sums and products of them make is exact in every dtype."""
 _DEEPEST = 20
@@ -233,32 +251,6 @@ def _close(first: Values, second: Values) -> bool:
 Function = Callable[[Values, Values], Any]
 """A caller's own: two flat arrays of one length and dtype -> a third, value by value. Associative and commutative."""
 
-_NUMBERS = ("int", "float", "complex")
-
-OPERATIONS: dict[str, tuple[str, ...]] = {
-    "sum": _NUMBERS,
-    "mean": ("float", "complex"),
-    "max": ("bool", "int", "float"),
-    "min": ("bool", "int", "float"),
-    "prod": _NUMBERS,
-    "band": ("bool", "int"),
-    "bor": ("bool", "int"),
-    "bxor": ("bool", "int"),
-}
-"""By name the kinds of dtypes that each is for: of bools sum and prod would be `max` and `min`; the mean of integers is
-no integer; complex numbers have no order. A name may be in any case: "SUM" is "sum"."""
-
-_UFUNCS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "mean": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-    "prod": np.multiply,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -295,11 +287,12 @@ def find_reduction(op: str | Function | Reduction, dtype: np.dtype[Any]) -> Redu
     if op not in OPERATIONS:
         choices = ", ".join(OPERATIONS)
         raise ConfigError(f"op={given!r}: choose one of {choices}, or give a function of two arrays")
-    if (kind := _kind(dtype)) not in OPERATIONS[op]:
+    operation = OPERATIONS[op]
+    if (kind := _kind(dtype)) not in operation.kinds:
         raise ConfigError(
-            f"op={op!r} is not for arrays of {dtype}: it is for {', '.join(OPERATIONS[op])}{_advice(op, kind)}"
+            f"op={op!r} is not for arrays of {dtype}: it is for {', '.join(operation.kinds)}{_advice(op, kind)}"
         )
-    function = _multiply_complex if op == "prod" and kind == "complex" else _UFUNCS[op]
+    function = _multiply_complex if op == "prod" and kind == "complex" else operation.ufunc
 
     def combine(first: Values, second: Values, out: Values) -> None:
         with np.errstate(all="ignore"):

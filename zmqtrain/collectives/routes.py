@@ -10,24 +10,16 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Protocol
 
+from zmqtrain.collectives.group_connection import GroupConnection, keep
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, PeerLost
 from zmqtrain.core.types import Buffer, Lane, PeerId
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat, Message
-from zmqtrain.transport.pacing import COPY_BELOW_BYTES, Gate, check_message
+from zmqtrain.transport.pacing import Gate, check_message
 from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
 HEARTBEAT = encode_message(Heartbeat())
-
-
-def keep(frames: Sequence[Buffer]) -> list[Buffer]:
-    """Return a message that may wait: its small frames are copied, its large ones nobody may write into."""
-    return [
-        frame if isinstance(frame, bytes) or memoryview(frame).nbytes >= COPY_BELOW_BYTES else bytes(frame)
-        for frame in frames
-    ]
 
 
 class LaneSender:
@@ -85,13 +77,6 @@ class RouteState(Enum):
     LOST = "not any more"
 
 
-class HubRelay(Protocol):
-    """A group's connection to its hub, as far as a route uses it."""
-
-    def relay(self, rank: int, frames: Sequence[Buffer]) -> None:
-        """Send a message to a rank through the hub."""
-
-
 class PeerRoute:
     """The route to one other process. relay: the connection to the hub.
 
@@ -100,7 +85,7 @@ class PeerRoute:
     left_at: when it was last heard after it said that it leaves, in attended seconds.
     """
 
-    def __init__(self, rank: int, name: str, address: str, channel: DealerChannel, relay: HubRelay) -> None:
+    def __init__(self, rank: int, name: str, address: str, channel: DealerChannel, relay: GroupConnection) -> None:
         self.rank, self.name, self.address, self.channel = rank, name, address, channel
         self.state = RouteState.OPENING
         self.sent = self.received = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.collectives.algorithms import ALLREDUCE
 from zmqtrain.collectives.communicator import Communicator
+from zmqtrain.collectives.group import Request
 from zmqtrain.core.errors import ConfigError, JoinRefused, LocalProtocolError, PeerLost
 from zmqtrain.core.interfaces import GradientExchange
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, ModelSpec, Turn, Version
 from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
-from zmqtrain.parameter_server.parameter_client import ParameterClient
+from zmqtrain.parameter_server.parameter_client import ParameterClient, ParameterRequest
 from zmqtrain.parameter_server.store import consistency_from_spec, optimizer_from_spec
 from zmqtrain.train.synchronous import Allreduce, Server, Synchronous, synchronous_from_spec
 from zmqtrain.transport.zmq_keys import Credentials
@@ -47,44 +48,7 @@ MEET_SECONDS = 120.0
 """How long nodes that have joined the run wait for each other, to exchange gradients."""
 
 
-class Pending(Protocol):
-    """A request in flight: of a `zmqtrain.Communicator`, or a `ParameterRequest`."""
-
-    def wait(self, timeout_seconds: float | None = None) -> Any:
-        """Return its result."""
-
-
 # ---------------------------------------------------------------------- by allreduce
-
-
-class Group(Protocol):
-    """What is needed of a `zmqtrain.Communicator`."""
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of all processes, by rank."""
-
-    def allreduce(self, x: Any, op: str = "sum", *, timeout_seconds: float | None = None) -> Any:
-        """Return the sum of all processes' arrays."""
-
-    def iallreduce(self, x: Any, op: str = "sum", *, algorithm: str = "auto", codec: Any = None) -> Pending:
-        """Begin an allreduce; its result is the caller's own."""
-
-    def broadcast(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
-        """Return the array of `root`."""
-
-    def shrink(self, timeout_seconds: float | None = None) -> Group:
-        """Return the group of those who live, after a loss."""
-
-    def statistics(self) -> Any:
-        """Return its figures: bytes_sent, bytes_received."""
-
-    def close(self, timeout_seconds: float | None = None) -> None:
-        """Leave, once what is in flight has ended; wait at most so long for that."""
 
 
 class AllreduceExchange:
@@ -99,7 +63,7 @@ class AllreduceExchange:
 
     def __init__(
         self,
-        group: Group,
+        group: Communicator,
         algorithm: str = "auto",
         *,
         codec: str | None = None,
@@ -107,16 +71,14 @@ class AllreduceExchange:
     ) -> None:
         self.algorithm, self.codec, self.timeout_seconds = algorithm, codec, timeout_seconds
         self._group = group
-        self._pending: list[Pending] = []
+        self._pending: list[Request[Array]] = []
 
     @property
     def names(self) -> tuple[str, ...]:
-        """See GradientExchange."""
         return self._group.names
 
     @property
     def rank(self) -> int:
-        """See GradientExchange."""
         return self._group.rank
 
     def agree(self, samples: int, over: bool) -> Turn:
@@ -125,7 +87,6 @@ class AllreduceExchange:
         return Turn(int(total), int(ended) == len(self.names))
 
     def begin(self, leaves: Sequence[int], values: Array) -> None:
-        """See GradientExchange."""
         self._pending.append(self._group.iallreduce(values, "sum", algorithm=self.algorithm, codec=self.codec))
 
     def finish(self) -> list[Array]:
@@ -147,7 +108,6 @@ class AllreduceExchange:
         return most, _unpacked(came, arrays)
 
     def gather(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """See GradientExchange."""
         table = np.zeros((len(self.names), len(numbers)), np.int64)
         table[self.rank] = numbers
         return [tuple(row) for row in self._sum(table.reshape(-1)).reshape(table.shape).tolist()]
@@ -161,12 +121,10 @@ class AllreduceExchange:
             self.algorithm = "auto"
 
     def traffic(self) -> tuple[int, int]:
-        """See GradientExchange."""
         figures = self._group.statistics()
         return figures.bytes_sent, figures.bytes_received
 
     def close(self) -> None:
-        """See GradientExchange."""
         self._group.close(timeout_seconds=0.0)  # a node that is stopped waits for nobody
 
     def _sum(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -201,34 +159,6 @@ def _unpacked(pieces: Sequence[NDArray[np.uint8]], like: Sequence[NDArray[Any]])
 # ---------------------------------------------------------------------- through a parameter server
 
 
-class Client(Protocol):
-    """What is needed of a `zmqtrain.ParameterClient`."""
-
-    name: str
-
-    def init_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
-        """Begin keys with these values, unless they exist; return their values."""
-
-    def pull_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
-        """Return the keys' values."""
-
-    def ipush_pull(self, key: str, gradient: Any, *, into: Any = None) -> Pending:
-        """Give the server a gradient; what is waited for are the values that hold it."""
-
-    def statistics(self) -> Any:
-        """Return its figures: bytes_sent, bytes_received."""
-
-    def close(self) -> None:
-        """Leave the server."""
-
-
-class ClientOpener(Protocol):
-    """Opens clients of a parameter server."""
-
-    def open_client(self, reads_only: bool) -> Client:
-        """Return a client; others do not wait for one that only reads."""
-
-
 class ServerExchange:
     """A `GradientExchange` over a client of a parameter server. Gradients of all nodes weigh the same, whatever their
     samples.
@@ -243,7 +173,7 @@ class ServerExchange:
 
     def __init__(
         self,
-        opener: ClientOpener,
+        opener: GradientAccess,
         model: ModelSpec,
         version: Version,
         name: str,
@@ -255,9 +185,9 @@ class ServerExchange:
         self._opener, self._model, self._name = opener, model, name
         self._keys = [f"{version}/{leaf.path}" for leaf in model]
         self._meeting, self._meetings = f"{version}", meetings
-        self._client: Client | None = None
+        self._client: ParameterClient | None = None
         self._reads_only = False
-        self._pending: list[tuple[Array, list[Pending]]] = []
+        self._pending: list[tuple[Array, list[ParameterRequest[Any]]]] = []
         self._sent = self._received = 0
 
     @property
@@ -267,7 +197,6 @@ class ServerExchange:
 
     @property
     def rank(self) -> int:
-        """See GradientExchange."""
         return 0
 
     def agree(self, samples: int, over: bool) -> Turn:
@@ -278,7 +207,7 @@ class ServerExchange:
     def begin(self, leaves: Sequence[int], values: Array) -> None:
         """See GradientExchange: each leaf's gradient leaves for its broker, whose weights come back."""
         weights = np.empty_like(values)
-        answers, start = list[Pending](), 0
+        answers, start = list[ParameterRequest[Any]](), 0
         for leaf in leaves:
             spec = self._model[leaf]
             part = slice(start, start + spec.values)
@@ -315,7 +244,6 @@ class ServerExchange:
             self._here.ipush_pull(self._meeting, nothing).wait(self.timeout_seconds)
 
     def gather(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """See GradientExchange."""
         return [tuple(numbers)]
 
     def recover(self, lost: PeerLost) -> None:
@@ -328,20 +256,18 @@ class ServerExchange:
         ) from lost
 
     def traffic(self) -> tuple[int, int]:
-        """See GradientExchange."""
         figures = None if self._client is None else self._client.statistics()
         sent, received = (0, 0) if figures is None else (figures.bytes_sent, figures.bytes_received)
         return self._sent + sent, self._received + received
 
     def close(self) -> None:
-        """See GradientExchange."""
         if self._client is not None:
             self._sent, self._received = self.traffic()
             client, self._client = self._client, None
             client.close()
 
     @property
-    def _here(self) -> Client:
+    def _here(self) -> ParameterClient:
         if self._client is None:
             raise LocalProtocolError(f"{self._name} has left the parameter server")
         return self._client
@@ -456,7 +382,7 @@ class GradientAccess:
         )
 
     def open_client(self, reads_only: bool) -> ParameterClient:
-        """See ClientOpener."""
+        """Return a client of the parameter server; others do not wait for one that only reads."""
         assert isinstance(self.choice, Server)
         return ParameterClient.connect(
             self.node.address,
