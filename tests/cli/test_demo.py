@@ -135,6 +135,7 @@ def test_the_plot_and_the_table_show_all_runs_and_say_what_is_emulated(tmp_path:
     )
 
 
+@pytest.mark.nightly
 def test_the_ideal_has_the_batch_of_all_nodes_and_a_step_of_it_takes_the_pace() -> None:
     config = demo.DemoConfig(nodes=3, seconds=32.0, pace_seconds=3.2)
     curve = demo._compute_ideal(config)

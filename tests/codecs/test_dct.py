@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
+from tests.grids import nightly
 from zmqtrain.codecs import dct as module
 from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.dct import BLOCKS, dct
@@ -66,7 +67,7 @@ def jitted_chain():
     return jax.jit(both)
 
 
-@every_block
+@pytest.mark.parametrize("block", [8, 64, 128, *nightly(16, 32)])
 @settings(max_examples=20)
 @given(x=slabs([7, 601]))
 @example(x=np.full(601, LARGEST, np.float32))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import nightly
 from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.dct import dct
 from zmqtrain.codecs.plain import bf16, float32
@@ -50,8 +51,9 @@ every_transform = pytest.mark.parametrize("name", TRANSFORMS)
 every_chain = pytest.mark.parametrize("name", CHAINS)
 
 
-COMPILED = [(name, 600) for name in TRANSFORMS]
-COMPILED += [(topk(0.2).name, 1), (randomk(0.3).name, 7)]
+COMPILED = [(one.name, 600) for one in (topk(0.01), topk(0.6), randomk(0.01), blocktopk(2))]
+MORE = [(name, 600) for name in TRANSFORMS if (name, 600) not in COMPILED]
+COMPILED += [(topk(0.2).name, 1), *nightly(*MORE, (randomk(0.3).name, 7))]
 
 
 @cache
@@ -172,7 +174,7 @@ def test_any_guess_left_by_other_slabs_finds_the_same_values():
         assert raw(*buffers, values) == raw(*theirs, their_values)
 
 
-@pytest.mark.parametrize("maker", [topk, randomk])
+@pytest.mark.parametrize("maker", [topk, *nightly(randomk)])
 def test_a_whole_slab_of_any_density_is_the_same_from_numpy_and_from_jax(maker):
     for density in (0.05, 1.0):
         transform = maker(density)

@@ -103,6 +103,7 @@ def test_joining_costs_five_lines_and_without_them_an_ordinary_script_is_left(na
         assert accuracy(outcome(process)) < 100
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_pc_with_four_devices_and_one_with_one_train_one_model() -> None:
     with BrokerThread(HERE, two_nodes()) as broker:
