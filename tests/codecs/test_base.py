@@ -6,8 +6,8 @@ import pytest
 
 from zmqtrain.codecs.base import Coding, by_size, codec_from_spec, coding_from_spec, per_leaf
 from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.levels import ternary
 from zmqtrain.codecs.plain import bf16
-from zmqtrain.codecs.ternary import ternary
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import LeafSpec
 

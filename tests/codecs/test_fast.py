@@ -12,11 +12,10 @@ from hypothesis import example, given, settings
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import chain
-from zmqtrain.codecs.levels import int2, sign
+from zmqtrain.codecs.levels import int2, sign, ternary
 from zmqtrain.codecs.plain import float32
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
 from zmqtrain.codecs.sparsify import topk
-from zmqtrain.codecs.ternary import ternary
 from zmqtrain.core.errors import NonFiniteDelta
 
 from slabs import raw, slabs

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.grids import nightly
 from zmqtrain.codecs.codec import Codec, read_buffers
+from zmqtrain.codecs.levels import ternary
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
-from zmqtrain.codecs.ternary import ternary
 from zmqtrain.codecs.wrappers import error_feedback, fragment, momentum_correction
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 

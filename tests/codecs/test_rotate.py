@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.codecs.codec import chain
+from zmqtrain.codecs.levels import ternary
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
-from zmqtrain.codecs.ternary import ternary
 from zmqtrain.codecs.wrappers import error_feedback, fragment, fragment_transform
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 

@@ -20,12 +20,11 @@ from functools import lru_cache
 from zmqtrain.codecs.codec import Codec, Transform, chain
 from zmqtrain.codecs.dct import dct
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.codecs.levels import int2, sign
+from zmqtrain.codecs.levels import int2, sign, ternary
 from zmqtrain.codecs.lowrank import lowrank
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
 from zmqtrain.codecs.sparsify import blocktopk, randomk, topk
-from zmqtrain.codecs.ternary import ternary
 from zmqtrain.codecs.wrappers import error_feedback, fragment, momentum_correction
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import Made, Number, defaults_of, parse_spec

@@ -31,6 +31,9 @@ LARGEST_BLOCK = 4096
 PIECE_VALUES = 65_536
 """How many values the numpy twins treat at a time: 256 KB of float32 and its scratch stay in a core's own cache."""
 
+MAGNITUDE = 0x7FFFFFFF
+"""The bits of a float32 but for its sign."""
+
 SMALLEST_MAGNITUDE_BITS = (127 - 100) << 23
 """The bits of 2^-100: a block whose largest magnitude is smaller is sent as zeros, so that no denormal ever matters."""
 
@@ -220,6 +223,25 @@ def plain(x: Numpy) -> Numpy:
     return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, requirements=["C", "A"])
 
 
+def in_blocks(x: Array, block: int) -> Array:
+    """Return x[n] as rows of `block` values, the last one filled up with zeros."""
+    xp = x.__array_namespace__()
+    return xp.concatenate([x, xp.zeros(-x.shape[0] % block, dtype=x.dtype)]).reshape(-1, block)
+
+
+def put(values: Numpy, out: Numpy, add: bool) -> None:
+    """Write values to `out`; `add`: onto the values there."""
+    if add:
+        np.add(out, values, out=out)
+    else:
+        np.copyto(out, values)
+
+
+def to_bfloat16(bits: Array) -> Array:
+    """Return float32 bits, int32 and not negative, rounded to the nearest bfloat16, ties to even: its bits, int32."""
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
 def needs_finite(largest_bits: int, count: int) -> None:
     """Raise NonFiniteDelta if `largest_bits`, the largest magnitude's bits as an integer, is infinity's or a NaN's."""
     if largest_bits >= 0x7F800000:
@@ -253,10 +275,10 @@ def _read(buffer: Buffer | Array, dtype: Any, count: int, name: str) -> Array:
     return buffer
 
 
-def check_scales(scales: Numpy, largest_bits: int, codec: str) -> None:
+def check_scales(scales: Numpy, largest_bits: int, codec: str, smallest_bits: int = _SMALLEST_SCALE_BITS) -> None:
     """Raise CodecError unless every scale (bfloat16 as uint16) is zero or a normal number an encoder may have made."""
-    if np.maximum.reduce(scales) > largest_bits or np.minimum.reduce(scales - _ONE) < _SMALLEST_SCALE_BITS - 1:
-        odd = (scales > largest_bits) | ((scales < _SMALLEST_SCALE_BITS) & (scales != 0))
+    if np.maximum.reduce(scales) > largest_bits or np.minimum.reduce(scales - _ONE) < smallest_bits - 1:
+        odd = (scales > largest_bits) | ((scales < smallest_bits) & (scales != 0))
         raise CodecError(f"{codec}: scale {int(odd.argmax())} is negative, not finite or out of range")
 
 

@@ -16,6 +16,7 @@ from functools import cache
 import numpy as np
 
 from zmqtrain.codecs.codec import (
+    MAGNITUDE,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
     Buffers,
@@ -23,8 +24,10 @@ from zmqtrain.codecs.codec import (
     Stateless,
     Transform,
     block_count,
+    in_blocks,
     needs_finite,
     needs_slab,
+    put,
     read_buffers,
 )
 from zmqtrain.core.errors import CodecError, ConfigError
@@ -34,7 +37,6 @@ from zmqtrain.core.types import Array
 BLOCKS = {8: 9, 16: 9, 32: 10, 64: 10, 128: 11}
 """The block sizes there are, and the power of two by which each one's cosines become whole numbers up to 256."""
 
-_MAGNITUDE = 0x7FFFFFFF
 _BITS = 15  # a block's largest magnitude becomes 2^14..2^15
 _HALF = 256.0
 _ONE_THREAD = 1 << 17  # multiplications in a product; OpenBLAS uses threads from 2^18
@@ -61,11 +63,10 @@ def dct(block: int = 64) -> Transform:
 
     def forward(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Array, Stateless]:
         needs_slab(x, name)
-        xp = x.__array_namespace__()
-        padded = xp.concatenate([x, xp.zeros(passes(x.shape[0]) - x.shape[0], dtype=xp.float32)])
+        padded = in_blocks(x, block).reshape(-1)
         if not isinstance(padded, np.ndarray):
             return (), _transform(padded, _cosines(block).T, BLOCKS[block]), state
-        magnitudes = padded.view(np.int32) & _MAGNITUDE
+        magnitudes = padded.view(np.int32) & MAGNITUDE
         needs_finite(int(magnitudes.max()), x.size)
         return (), _transform_numpy(padded, _cosines(block).T, BLOCKS[block]), state
 
@@ -77,11 +78,7 @@ def dct(block: int = 64) -> Transform:
         return transform(values, _cosines(block), BLOCKS[block])[:count]
 
     def backward_into(buffers: Buffers, values: Numpy, out: Numpy, add: bool) -> None:
-        turned = backward(buffers, values, out.size)
-        if add:
-            np.add(out, turned, out=out)
-        else:
-            np.copyto(out, turned)
+        put(backward(buffers, values, out.size), out, add)
 
     def check(buffers: Buffers, count: int) -> None:
         read_buffers(buffers, (), name)
@@ -111,7 +108,7 @@ def _transform(values: Array, matrix: Numpy, matrix_bits: int) -> Array:
     """
     xp, block = values.__array_namespace__(), matrix.shape[0]
     rows = values.reshape(-1, block)
-    largest = xp.max(rows.view(xp.int32) & _MAGNITUDE, axis=1, keepdims=True)
+    largest = xp.max(rows.view(xp.int32) & MAGNITUDE, axis=1, keepdims=True)
     exponents, alive = largest >> 23, largest >= SMALLEST_MAGNITUDE_BITS
     to_units = xp.where(alive, (253 + _BITS - exponents) << 23, 0).view(xp.float32)
     units = xp.rint(rows * to_units)

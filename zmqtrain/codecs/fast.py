@@ -55,7 +55,7 @@ class Kernels(NamedTuple):
       rounded at random, codes, scales): as `_encode_numpy` of quantize.py; returns the largest magnitude's bits.
     write(codes, scales as float32, out, block, add): as `write_blocks` of quantize.py.
     ternary(x, block, scratch int16[block], scratch uint8[5 m], packed uint8[m], scales): as
-      `_encode_numpy` of ternary.py; returns the largest magnitude's bits.
+      `_encode_ternary_numpy` of levels.py; returns the largest magnitude's bits.
     write_ternary(packed uint8[m], scales as float32, out, block, add): as `write_blocks` of the digits in `packed`.
     pick(x, least key, kept, scratch int32[n], scratch int32[n], scratch int32[32768] of zeros, places
       int32[kept + 1], values float32[kept]): as `_largest_numpy` of sparsify.py, among the values of the least key

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.codecs.codec import (
+    MAGNITUDE,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
     Buffers,
@@ -30,6 +31,7 @@ from zmqtrain.codecs.codec import (
     needs_between,
     needs_finite,
     needs_slab,
+    put,
     read_buffers,
 )
 from zmqtrain.core.errors import CodecError
@@ -37,7 +39,6 @@ from zmqtrain.core.specs import format_spec
 from zmqtrain.core.types import Array
 
 _scratch = Scratch()
-_MAGNITUDE = 0x7FFFFFFF
 _LARGEST_SLAB = 1 << 20
 _LARGEST_RANK, _LEAST_WIDTH, _LARGEST_WIDTH, _LARGEST_ROWS = 32, 16, 4096, 4096
 _LARGEST_P, _LARGEST_Q, _Q_BITS = 127, 2047, 11
@@ -89,7 +90,7 @@ def lowrank(rank: int = 4, width: int = 0) -> Codec:
         rows, across, columns = shape(x.shape[0])
         if isinstance(x, np.ndarray):
             x = np.ascontiguousarray(x)
-            needs_finite(int(np.maximum.reduce(x.view(np.int32) & _MAGNITUDE)), x.size)
+            needs_finite(int(np.maximum.reduce(x.view(np.int32) & MAGNITUDE)), x.size)
         return _encode(x, x.__array_namespace__().asarray(state).reshape(columns, across), rows)
 
     def decode(buffers: Buffers, count: int) -> Array:
@@ -109,10 +110,7 @@ def lowrank(rank: int = 4, width: int = 0) -> Codec:
         for piece in _pieces(rows, across):
             target = out[piece.start * across : piece.stop * across]
             values = _sum_of_products(p[:, piece], steps).reshape(-1)[: target.size]
-            if add:
-                np.add(target, values, out=target)
-            else:
-                np.copyto(target, values)
+            put(values, target, add)
 
     def check(buffers: Buffers, count: int) -> None:
         p, q, powers = read_buffers(buffers, layout(count), name)
@@ -222,7 +220,7 @@ def _scaled(q: Array, power: Array) -> Array:
 def _largest_bits(rest: Array) -> Array:
     """Return int32[rows]: the bits of the largest magnitude of each row."""
     xp = rest.__array_namespace__()
-    return xp.max(rest.view(xp.int32) & _MAGNITUDE, axis=1)
+    return xp.max(rest.view(xp.int32) & MAGNITUDE, axis=1)
 
 
 def _units(rest: Array, factor: Array) -> Array:

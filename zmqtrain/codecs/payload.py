@@ -334,22 +334,6 @@ def check_payload(codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Seq
             raise CodecError(f"slab {min(before.stop, after.start)} of {slabs} is {fault}")
 
 
-def decode_frame(
-    codecs: Sequence[Codec], frame: Buffer, out: Vector, counts: Sequence[int], *, add: bool = False
-) -> range:
-    """Decode a frame that `check_frame` has passed into its place in `out`, float32[sum(counts)]; return its slabs.
-
-    With `add` onto the values there: the sum of huge values may overflow to infinity. Raises CodecError.
-    """
-    plan = plan_payload(tuple(codecs), tuple(counts))
-    view, known = _open(plan, frame)
-    with np.errstate(over="ignore"):
-        for number in known.slabs:
-            slab = plan.slabs[number]
-            slab.codec.decode_into(_sections(view, slab), out[slab.start : slab.end], add)
-    return known.slabs
-
-
 def decode_payload(
     codecs: Sequence[Codec],
     frames: Sequence[Buffer],
@@ -370,8 +354,9 @@ def decode_payload(
         raise CodecError(f"out must be a writeable, contiguous float32[{total}], not {out.dtype}{list(out.shape)}")
     if not checked:
         check_payload(codecs, frames, counts)
-    for frame in frames:
-        decode_frame(codecs, frame, out, counts, add=add)
+    with np.errstate(over="ignore"):  # of huge values the sum may be infinite
+        for slab, sections in open_slabs(codecs, frames, counts):
+            slab.codec.decode_into(sections, out[slab.start : slab.end], add)
     return out
 
 
@@ -383,16 +368,11 @@ def decode_segments(
     With `add` onto the values there. Raises CodecError for other frames than the segments' sizes say.
     """
     counts = tuple(segment.size for segment in segments)
-    plan = plan_payload(tuple(codecs), counts)
     starts = np.cumsum((0, *counts)).tolist()
-    for frame in frames:
-        view, known = _open(plan, frame)
-        with np.errstate(over="ignore"):
-            for number in known.slabs:
-                slab = plan.slabs[number]
-                start = slab.start - starts[slab.segment]
-                target = segments[slab.segment][start : start + slab.values]
-                slab.codec.decode_into(_sections(view, slab), target, add)
+    with np.errstate(over="ignore"):
+        for slab, sections in open_slabs(codecs, frames, counts):
+            start = slab.start - starts[slab.segment]
+            slab.codec.decode_into(sections, segments[slab.segment][start : start + slab.values], add)
 
 
 def open_slabs(

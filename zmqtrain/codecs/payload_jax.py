@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.codecs.codec import Codec, Numpy, State
+from zmqtrain.codecs.codec import MAGNITUDE, Codec, Numpy, State
 from zmqtrain.codecs.payload import PayloadPlan, check_payload, plan_payload, seal_frame
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import Array, Buffer
@@ -32,7 +32,6 @@ Coded = tuple[Sequence[Codec], Sequence[Buffer]]
 Rows = list[jax.Array]
 """Per group float32[slabs, values]."""
 
-_MAGNITUDE = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
 _FIRST_SLAB = slice(8, 12)
 """Where a frame's header holds the number of its first slab."""
@@ -342,7 +341,7 @@ def _encoder(codec: Codec) -> Callable[[jax.Array, State], tuple[tuple[jax.Array
 
     def encode(values: jax.Array, state: State) -> tuple[tuple[jax.Array, ...], jax.Array, State]:
         buffers, after = jax.vmap(codec.encode)(values, state)
-        largest = jnp.max(values.view(jnp.int32) & _MAGNITUDE, axis=1)
+        largest = jnp.max(values.view(jnp.int32) & MAGNITUDE, axis=1)
         return tuple(map(_bytes_of, buffers)), _bytes_of(largest), after
 
     return jax.jit(encode)

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from zmqtrain.codecs.codec import Buffers, Codec, Numpy, Scratch, Sections, needs_finite, plain_codec, read_buffers
+from zmqtrain.codecs.codec import (
+    MAGNITUDE,
+    Buffers,
+    Codec,
+    Numpy,
+    Scratch,
+    Sections,
+    needs_finite,
+    plain_codec,
+    put,
+    read_buffers,
+    to_bfloat16,
+)
 from zmqtrain.core.errors import NonFiniteDelta
 from zmqtrain.core.types import Array
 
 _scratch = Scratch()
-_MAGNITUDE = 0x7FFFFFFF
 _LARGEST_BF16 = 0x7F7F
 
 
@@ -25,10 +36,7 @@ def float32() -> Codec:
         return (x,)
 
     def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
-        if add:
-            np.add(out, arrays[0], out=out)
-        else:
-            np.copyto(out, arrays[0])
+        put(arrays[0], out, add)
 
     def check(arrays: tuple[Array, ...], count: int) -> None:
         if _largest_bits(arrays[0]) >= 0x7F800000:
@@ -80,16 +88,15 @@ def bf16() -> Codec:
 
 
 def _largest_bits(x: Numpy) -> int:
-    magnitudes = np.bitwise_and(x.view(np.int32), _MAGNITUDE, out=_scratch.take("magnitudes", x.size, np.int32))
+    magnitudes = np.bitwise_and(x.view(np.int32), MAGNITUDE, out=_scratch.take("magnitudes", x.size, np.int32))
     return int(np.maximum.reduce(magnitudes))
 
 
 def _round(x: Array) -> Array:
     xp = x.__array_namespace__()
     bits = x.view(xp.uint32)
-    magnitude = bits & _MAGNITUDE
-    rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
-    return (xp.minimum(rounded, _LARGEST_BF16) | ((bits >> 16) & 0x8000)).astype(xp.uint16)
+    magnitude = bits & MAGNITUDE
+    return (xp.minimum(to_bfloat16(magnitude), _LARGEST_BF16) | ((bits >> 16) & 0x8000)).astype(xp.uint16)
 
 
 def _round_numpy(x: Numpy) -> Numpy:

@@ -15,6 +15,7 @@ import numpy as np
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
+    MAGNITUDE,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
     Codec,
@@ -24,15 +25,16 @@ from zmqtrain.codecs.codec import (
     block_codec_name,
     block_count,
     check_scales,
+    in_blocks,
     needs_finite,
     plain,
     plain_codec,
+    put,
 )
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.types import Array
 
 _scratch = Scratch()
-_MAGNITUDE = 0x7FFFFFFF
 _RECIPROCAL_BITS = (128 / np.arange(128, 256)).astype(np.float32).view(np.int32)
 """The float32 bits of 1 / (1 + m/128) for the seven bits m of a bfloat16's mantissa."""
 _GOLDEN = 0x9E3779B9
@@ -180,34 +182,29 @@ def write_blocks(codes: Numpy, scales: Numpy, out: Numpy, block: int, add: bool)
         values = _scratch.take("values", target.size, np.float32) if add or not target.flags.c_contiguous else target
         np.copyto(values, codes[start : start + step])
         scale_blocks(values, steps[start // block :], block)
-        if add:
-            np.add(target, values, out=target)
-        elif values is not target:
-            np.copyto(target, values)
+        if values is not target:
+            put(values, target, add)
 
 
 def decode_blocks(codes: Array, scales: Array, block: int) -> Array:
     """Return codes (int8[n]) times the scale of their block (bfloat16 as uint16): float32[n], of the same kind."""
     xp = codes.__array_namespace__()
-    count, blocks = codes.shape[0], scales.shape[0]
-    padded = xp.concatenate([codes, xp.zeros(blocks * block - count, dtype=codes.dtype)]).reshape(blocks, block)
     steps = (scales.astype(xp.uint32) << 16).view(xp.float32)
-    return (padded.astype(xp.float32) * steps[:, None]).reshape(-1)[:count]
+    return (in_blocks(codes, block).astype(xp.float32) * steps[:, None]).reshape(-1)[: codes.shape[0]]
 
 
 def _encode(x: Array, block: int, span: _Range) -> tuple[Array, Array]:
     xp = x.__array_namespace__()
-    count, blocks = x.shape[0], block_count(x.shape[0], block)
-    padded = xp.concatenate([x, xp.zeros(blocks * block - count, dtype=xp.float32)]).reshape(blocks, block)
+    padded = in_blocks(x, block)
     bits = padded.view(xp.int32)
-    scales = _scale_bits(xp, xp.max(bits & _MAGNITUDE, axis=1), span)
+    scales = _scale_bits(xp, xp.max(bits & MAGNITUDE, axis=1), span)
     values = padded * _reciprocals(xp, scales)[:, None]
     if span.stochastic:
-        places = xp.arange(blocks * block, dtype=xp.uint32).reshape(blocks, block)
+        places = xp.arange(padded.size, dtype=xp.uint32).reshape(padded.shape)
         codes = _rounded_at_random(xp, values, bits.view(xp.uint32), places, span.most)
     else:
         codes = xp.rint(values)
-    return codes.astype(xp.int8).reshape(-1)[:count], scales.astype(xp.uint16)
+    return codes.astype(xp.int8).reshape(-1)[: x.shape[0]], scales.astype(xp.uint16)
 
 
 def _scale_bits(xp: Any, largest: Array, span: _Range) -> Array:
@@ -257,7 +254,7 @@ def _encode_numpy(x: Numpy, block: int, span: _Range, codes: Numpy) -> Numpy:
         piece = x[start : start + step]
         target = codes[start : start + step]
         magnitudes = _scratch.take("magnitudes", piece.size, np.int32)
-        np.bitwise_and(piece.view(np.int32), _MAGNITUDE, out=magnitudes)
+        np.bitwise_and(piece.view(np.int32), MAGNITUDE, out=magnitudes)
         largest = np.maximum.reduceat(magnitudes, np.arange(0, piece.size, block))
         needs_finite(int(largest.max()), x.size)
         first = start // block
@@ -274,7 +271,7 @@ def _encode_numpy(x: Numpy, block: int, span: _Range, codes: Numpy) -> Numpy:
 
 def _encode_few(x: Numpy, block: int, span: _Range, codes: Numpy) -> Numpy:
     """As `_encode_numpy`, rounding to the nearest, in the fewest calls: of so few values they are most of the cost."""
-    largest = np.maximum.reduceat(x.view(np.int32) & _MAGNITUDE, _starts(x.size, block))
+    largest = np.maximum.reduceat(x.view(np.int32) & MAGNITUDE, _starts(x.size, block))
     needs_finite(int(np.maximum.reduce(largest)), x.size)
     scales = _scale_bits(np, largest, span)
     values = np.repeat(_RECIPROCALS.take(scales), block)[: x.size]

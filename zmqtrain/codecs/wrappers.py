@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zmqtrain.codecs.codec import (
+    MAGNITUDE,
     SMALLEST_MAGNITUDE_BITS,
     Buffers,
     Codec,
@@ -32,6 +33,7 @@ from zmqtrain.codecs.codec import (
     needs_between,
     needs_finite,
     needs_slab,
+    put,
     read_buffers,
 )
 from zmqtrain.core.errors import CodecError
@@ -41,7 +43,6 @@ from zmqtrain.core.types import Array
 MOST_FRAGMENTS = 4096
 """The most parts of a slab; at a slab's usual size each has 16 values then."""
 
-_MAGNITUDE = 0x7FFFFFFF
 _LARGEST_CUT = 4096
 _LARGEST_SLAB = 1 << 30
 
@@ -84,7 +85,7 @@ def fragment_transform(fragments: int = 8) -> Transform:
         part = xp.minimum(state, xp.uint32(cut.parts - 1))  # the state may come from a cut in more parts
         following = xp.where(part == cut.parts - 1, xp.uint32(0), part + xp.uint32(1))
         if isinstance(x, np.ndarray):
-            needs_finite(int((x.view(np.int32) & _MAGNITUDE).max()), x.size)
+            needs_finite(int((x.view(np.int32) & MAGNITUDE).max()), x.size)
             return (part,), _take_numpy(x, cut, int(part[0])), following
         padded = xp.concatenate([x, xp.zeros(cut.whole - x.shape[0], dtype=xp.float32)])
         return (part,), padded.reshape(cut.rows, cut.parts, cut.block)[:, part[0]].reshape(-1), following
@@ -109,10 +110,7 @@ def fragment_transform(fragments: int = 8) -> Transform:
         blocks, rest = _places(out, cut, part)
         head = blocks.size
         for target, source in ((blocks, values[:head].reshape(blocks.shape)), (rest, values[head : head + rest.size])):
-            if add:
-                np.add(target, source, out=target)
-            else:
-                np.copyto(target, source)
+            put(source, target, add)
 
     def check(buffers: Buffers, count: int) -> None:
         part, parts = read(buffers, count), _cut(count, fragments).parts
@@ -257,13 +255,13 @@ def _tidy(x: Array) -> Array:
         return x + np.float32(0)
     xp = x.__array_namespace__()
     bits = x.view(xp.int32)
-    magnitudes = bits & _MAGNITUDE
+    magnitudes = bits & MAGNITUDE
     return xp.where(magnitudes < SMALLEST_MAGNITUDE_BITS, 0, bits - (magnitudes == _INFINITY)).view(xp.float32)
 
 
 def _is_ordinary(x: Numpy) -> bool:
     """Return whether there is nothing to tidy in numpy's x but the sign of a zero, which the sum with +0 takes away."""
-    magnitudes = np.bitwise_and(x.view(np.uint32), _MAGNITUDE, out=_scratch.take("magnitudes", x.size, np.uint32))
+    magnitudes = np.bitwise_and(x.view(np.uint32), MAGNITUDE, out=_scratch.take("magnitudes", x.size, np.uint32))
     if np.maximum.reduce(magnitudes) >= _INFINITY:
         return False
     np.subtract(magnitudes, 1, out=magnitudes)  # a zero wraps around to the largest
@@ -273,7 +271,7 @@ def _is_ordinary(x: Numpy) -> bool:
 def _finite(x: Array) -> Array:
     """Return x, tidy. Raises NonFiniteDelta from numpy, if there is NaN or infinity."""
     if isinstance(x, np.ndarray):
-        needs_finite(int((x.view(np.int32) & _MAGNITUDE).max()), x.size)
+        needs_finite(int((x.view(np.int32) & MAGNITUDE).max()), x.size)
     return _tidy(x)
 
 
