@@ -65,7 +65,7 @@ class _Jobs(CodecExecutor):
     """A codec thread that works when it is told to."""
 
     def __init__(self, name: str, stop: asyncio.Event) -> None:
-        self.failure, self._once = None, set()
+        self.failure = None
         self.waiting: list[tuple[Callable[[], object], Callable[[Any], None] | None]] = []
 
     seconds = 0.0
@@ -74,7 +74,7 @@ class _Jobs(CodecExecutor):
         """See CodecExecutor."""
         self.waiting.append((work, resume))
 
-    def fail(self, error: BaseException | None) -> None:
+    def on_job_failed(self, error: BaseException) -> None:
         """See CodecExecutor."""
         raise AssertionError("the broker's own work failed") from error
 
@@ -216,7 +216,7 @@ async def _session(data: bytes) -> int:
                 raise noted.errors[0]
         finally:
             for alarm in (broker.downlink._again, broker.downlink.uploads._again):
-                alarm.set(inf)
+                alarm.set(inf, lambda: None)
     return count
 
 

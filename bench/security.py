@@ -76,7 +76,7 @@ async def beat(channel):
 
 async def main():
     keys = CurveKeys.load(file)
-    channel = DealerChannel.connect(address, peer=PeerId("clinger#1"), keys=keys, server_key=keys.server)
+    channel = DealerChannel(address, peer=PeerId("clinger#1"), keys=keys, server_key=keys.server)
     await channel.send(Lane.CONTROL, [encode_message(Hello("clinger"))])
     await channel.receive()
     print("ready", flush=True)
@@ -99,7 +99,7 @@ seconds, folder = float(sys.argv[1]), sys.argv[2]
 async def main():
     keys = KeyFolder(Path(folder)) if folder else None
     admission = Admission(keys.authorised()) if keys else None
-    hub = RouterChannel.bind("tcp://*:5556", keys=keys.hub() if keys else None, admission=admission)
+    hub = RouterChannel("tcp://*:5556", keys=keys.hub() if keys else None, admission=admission)
     print("ready", flush=True)
     await hub.receive()
     began, cpu, total = time.monotonic(), time.process_time(), 0
@@ -121,7 +121,7 @@ from zmqtrain.core.types import Lane, PeerId
 address, file = sys.argv[1:]
 async def main():
     server_key, keys = read_credentials(None, file or None)
-    node = DealerChannel.connect(address, peer=PeerId("pump#1"), keys=keys, server_key=server_key)
+    node = DealerChannel(address, peer=PeerId("pump#1"), keys=keys, server_key=server_key)
     frame, began, cpu, sent = bytes(1 << 20), 0.0, 0.0, 0
     loop = asyncio.get_running_loop()
     ended = loop.run_in_executor(None, sys.stdin.readline)

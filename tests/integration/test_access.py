@@ -39,11 +39,11 @@ def names(**keys: CurveKeys) -> dict[str, str]:
 
 
 def guarded(admission: Admission) -> RouterChannel:
-    return RouterChannel.bind(HERE, keys=HUB, admission=admission)
+    return RouterChannel(HERE, keys=HUB, admission=admission)
 
 
 def node(hub: RouterChannel, peer: PeerId, keys: CurveKeys) -> DealerChannel:
-    return DealerChannel.connect(hub.address, peer=peer, keys=keys, server_key=HUB.public)
+    return DealerChannel(hub.address, peer=peer, keys=keys, server_key=HUB.public)
 
 
 async def refuse(hub: RouterChannel, reason: str, count: int) -> None:
@@ -64,8 +64,8 @@ def test_only_who_has_an_authorised_key_is_heard_and_is_known_by_its_name(strang
     async def main() -> None:
         hub = guarded(Admission(names(pc1=ONE)))
         known = node(hub, A, ONE)
-        wrong_hub = DealerChannel.connect(hub.address, peer=A, keys=ONE, server_key=TWO.public)
-        intruders = [node(hub, B, TWO), wrong_hub, DealerChannel.connect(hub.address, peer=B)]
+        wrong_hub = DealerChannel(hub.address, peer=A, keys=ONE, server_key=TWO.public)
+        intruders = [node(hub, B, TWO), wrong_hub, DealerChannel(hub.address, peer=B)]
         plain = strangers.open(zmq.DEALER)
         plain.routing_id, plain.plain_username, plain.plain_password = b"C" + A.encode(), b"pc1", b"pc1"
         plain.connect(hub.address)
@@ -190,7 +190,7 @@ def test_a_revoked_key_is_refused_at_once_told_why_and_cut_while_others_go_on(
     async def main() -> None:
         folder = KeyFolder(tmp_path / "keys")
         one, two = (CurveKeys.load(path) for path in folder.new(["pc1", "pc2"]))
-        hub = RouterChannel.bind(HERE, keys=folder.hub(), admission=Admission())
+        hub = RouterChannel(HERE, keys=folder.hub(), admission=Admission())
         dismissed: asyncio.Queue[tuple[PeerId, str]] = asyncio.Queue()
 
         def dismiss(peer: PeerId, why: str) -> None:
@@ -199,8 +199,8 @@ def test_a_revoked_key_is_refused_at_once_told_why_and_cut_while_others_go_on(
 
         keeper = serving.KeyWatcher(hub, folder, SimpleNamespace(dismiss=dismiss))
         await keeper.look()
-        stays = DealerChannel.connect(hub.address, peer=A, keys=one, server_key=one.server)
-        goes = DealerChannel.connect(hub.address, peer=B, keys=two, server_key=two.server)
+        stays = DealerChannel(hub.address, peer=A, keys=one, server_key=one.server)
+        goes = DealerChannel(hub.address, peer=B, keys=two, server_key=two.server)
         for channel in (stays, goes):
             await meet(hub, channel)
         folder.revoke("pc2")
@@ -234,13 +234,13 @@ def test_a_broken_key_or_folder_is_said_and_changes_nothing_for_others(
         (path,) = folder.new(["pc1"])
         keys = CurveKeys.load(path)
         (folder.authorised_folder / "broken.key").write_bytes(b"\xff\xfe no key")
-        hub = RouterChannel.bind(HERE, keys=folder.hub(), admission=Admission())
+        hub = RouterChannel(HERE, keys=folder.hub(), admission=Admission())
         keeper = serving.KeyWatcher(hub, folder, SimpleNamespace())
         await keeper.look()
         folder.authorised_folder.rename(tmp_path / "away")
         for _ in range(3):
             await keeper.look()
-        known = DealerChannel.connect(hub.address, peer=A, keys=keys, server_key=keys.server)
+        known = DealerChannel(hub.address, peer=A, keys=keys, server_key=keys.server)
         await meet(hub, known)
         await end(known, hub)
 
@@ -252,10 +252,10 @@ def test_a_broken_key_or_folder_is_said_and_changes_nothing_for_others(
 
 def test_a_process_that_begins_anew_under_its_old_id_takes_the_place_of_its_former_life() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        former = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        former = DealerChannel(hub.address, peer=A)
         await meet(hub, former)
-        later = DealerChannel.connect(hub.address, peer=A)
+        later = DealerChannel(hub.address, peer=A)
         await meet(hub, later)
         hub.send(A, Lane.CONTROL, [b"to the later"])
         assert await later.receive() == (Lane.CONTROL, [b"to the later"])
@@ -297,7 +297,7 @@ def is_shut(connection: socket.socket) -> bool:
 def test_a_flood_of_half_open_connections_is_cut_and_keeps_no_node_out() -> None:
     async def main() -> None:
         limits = ConnectionLimits(half_open_per_address=8, half_open=12, handshake_seconds=15.0)
-        hub = RouterChannel.bind(HERE, keys=HUB, admission=Admission(names(pc1=ONE)), limits=limits)
+        hub = RouterChannel(HERE, keys=HUB, admission=Admission(names(pc1=ONE)), limits=limits)
         raw = []
         for index in range(60):
             raw.append(connect_raw(hub, f"127.0.0.{2 + index % 3}"))
@@ -320,7 +320,7 @@ def test_a_flood_of_half_open_connections_is_cut_and_keeps_no_node_out() -> None
 def test_silent_connections_that_hold_all_places_give_way_to_a_node_that_speaks() -> None:
     async def main() -> None:
         places = LEAST_CONNECTIONS
-        hub = RouterChannel.bind(HERE, limits=ConnectionLimits(places, half_open_per_address=places, half_open=places))
+        hub = RouterChannel(HERE, limits=ConnectionLimits(places, half_open_per_address=places, half_open=places))
         looks = itertools.count(0.0, 100.0)  # every look is long after the one before
         hub._guard.clock = SimpleNamespace(monotonic=looks.__next__)
         raw = [connect_raw(hub, f"127.0.0.{2 + index % 4}") for index in range(places)]
@@ -328,7 +328,7 @@ def test_silent_connections_that_hold_all_places_give_way_to_a_node_that_speaks(
             connection.sendall(null_handshake(f"Csilent#{index}".encode()))
         while hub.connections < places:
             await hub.changed()
-        known = DealerChannel.connect(hub.address, peer=A)
+        known = DealerChannel(hub.address, peer=A)
         await meet(hub, known)
         assert hub.connections == places and hub.refusals["half-open"] == 2 and not hub.refusals["full"]
         for connection in raw:
@@ -343,7 +343,7 @@ def test_connections_are_cut_also_when_the_process_has_no_descriptor_left(monkey
         raise OSError(errno.EMFILE, "Too many open files")
 
     async def main() -> None:
-        hub = RouterChannel.bind(HERE, limits=ConnectionLimits(half_open_per_address=4))
+        hub = RouterChannel(HERE, limits=ConnectionLimits(half_open_per_address=4))
         monkeypatch.setattr(os, "dup", no_descriptor)
         raw = [connect_raw(hub) for _ in range(8)]
         assert await asyncio.to_thread(is_shut, raw[0])
@@ -386,8 +386,8 @@ def test_a_late_node_joins_a_broker_of_64_descriptors_while_120_silent_connectio
 
 def test_a_peer_that_is_dismissed_reads_why_is_cut_with_all_it_has_queued_and_may_connect_again() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        bad, good = (DealerChannel.connect(hub.address, peer=peer) for peer in (A, B))
+        hub = RouterChannel(HERE)
+        bad, good = (DealerChannel(hub.address, peer=peer) for peer in (A, B))
         await meet(hub, bad)
         await meet(hub, good)
         before = {number for _, _, number in hub_connections(hub)}
@@ -420,7 +420,7 @@ def hub_connections(hub: RouterChannel) -> list[tuple[str, int, int]]:
 
 def test_who_is_slow_to_say_who_it_is_is_cut_when_a_handshake_may_last_no_longer() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE, keys=HUB, limits=ConnectionLimits(handshake_seconds=0.3))
+        hub = RouterChannel(HERE, keys=HUB, limits=ConnectionLimits(handshake_seconds=0.3))
         with closing(connect_raw(hub)) as loris:
             loris.sendall(b"\xff\x00\x00\x00\x00")
             assert await asyncio.to_thread(is_shut, loris)
@@ -431,8 +431,8 @@ def test_who_is_slow_to_say_who_it_is_is_cut_when_a_handshake_may_last_no_longer
 
 def test_an_address_has_a_bounded_number_of_connections_and_others_are_let_in() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE, limits=ConnectionLimits(per_address=6))
-        nodes = [DealerChannel.connect(hub.address, peer=PeerId(f"pc#{number}")) for number in range(3)]
+        hub = RouterChannel(HERE, limits=ConnectionLimits(per_address=6))
+        nodes = [DealerChannel(hub.address, peer=PeerId(f"pc#{number}")) for number in range(3)]
         for one in nodes:
             await meet(hub, one)
         with closing(connect_raw(hub)) as more:
@@ -458,7 +458,7 @@ def test_only_who_breaks_several_connections_in_a_row_is_taken_for_no_hub_and_no
 
         with socket.create_server(("127.0.0.1", 0)) as no_hub:
             loop.add_reader(no_hub, hang_up)
-            lost = DealerChannel.connect(f"tcp://127.0.0.1:{no_hub.getsockname()[1]}", peer=A)
+            lost = DealerChannel(f"tcp://127.0.0.1:{no_hub.getsockname()[1]}", peer=A)
             while not lost.refused:
                 await lost.changed()
             assert lost.refused == "broken" and broken >= 4 and "no zmqtrain-broker" in lost.obstacle
@@ -470,7 +470,7 @@ def test_only_who_breaks_several_connections_in_a_row_is_taken_for_no_hub_and_no
 
 def test_a_frame_larger_than_any_of_ours_ends_the_connection_before_it_is_taken(strangers: StrangeSockets) -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
+        hub = RouterChannel(HERE)
         with closing(connect_raw(hub)) as liar:
             liar.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
             liar.sendall(b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00")
@@ -511,8 +511,8 @@ def test_a_port_takes_no_more_connections_than_the_process_may_open_files(monkey
 
 def test_a_peer_is_of_this_machine_if_all_its_connections_come_from_addresses_of_it(monkeypatch):
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        channel = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        channel = DealerChannel(hub.address, peer=A)
         await channel.send(Lane.CONTROL, [b"here"])
         assert (await hub.receive())[0] == A
         assert hub.is_of_this_machine(A) and not hub.is_of_this_machine(B)

@@ -101,7 +101,7 @@ class KeyedBroker:
 
         async def live():
             self.loop = asyncio.get_running_loop()
-            channel = RouterChannel.bind("tcp://127.0.0.1:0", keys=self.keys)
+            channel = RouterChannel("tcp://127.0.0.1:0", keys=self.keys)
             self.broker = Broker(channel, SETTINGS)
             ready.set()
             await self.broker.run()

@@ -40,10 +40,10 @@ class Listener:
 
 def test_a_refusal_is_remembered_while_the_next_address_is_silent_and_until_one_welcomes() -> None:
     async def main() -> None:
-        closed = RouterChannel.bind(HERE, keys=HUB, admission=Admission({}))
-        silent = RouterChannel.bind(HERE, keys=HUB, admission=Admission({OWN.public.decode(): "pc1"}))
+        closed = RouterChannel(HERE, keys=HUB, admission=Admission({}))
+        silent = RouterChannel(HERE, keys=HUB, admission=Admission({OWN.public.decode(): "pc1"}))
         peer = Peer(PeerId("pc-1#11"), "pc-1", addresses=(closed.address, silent.address))
-        channel = DealerChannel.connect(closed.address, peer=peer.peer, keys=OWN, server_key=HUB.public)
+        channel = DealerChannel(closed.address, peer=peer.peer, keys=OWN, server_key=HUB.public)
         listener = Listener()
         link = HubSession(SimpleNamespace(dial=lambda *_: channel), peer, closed.address, listener)  # type: ignore[arg-type]
         living = asyncio.create_task(link._main())

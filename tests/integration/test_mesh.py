@@ -154,7 +154,7 @@ def test_a_group_lets_in_nobody_whose_key_the_hub_has_not_told_it():
 
     async def intrude(address, token, key):
         for pair in (None, CurveKeys.generate()):
-            stranger = DealerChannel.connect(address, peer=PeerId("0@" + token), server_key=key, keys=pair)
+            stranger = DealerChannel(address, peer=PeerId("0@" + token), server_key=key, keys=pair)
             await stranger.send(Lane.BULK, [b"junk"])
             while stranger.refused != "key":
                 await stranger.changed()
@@ -171,7 +171,7 @@ def test_a_group_lets_in_nobody_whose_key_the_hub_has_not_told_it():
 def test_strangers_are_counted_and_ignored(hub):
     async def disturb(address, token):
         for peer in ("0@wrong", "7@" + token, "pc-0#1"):
-            stranger = DealerChannel.connect(address, peer=PeerId(peer))
+            stranger = DealerChannel(address, peer=PeerId(peer))
             for lane in Lane:
                 await stranger.send(lane, [b"junk"])
             await stranger.close(WAIT_SECONDS)

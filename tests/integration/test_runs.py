@@ -238,7 +238,7 @@ def other_version(kind: str, fields: dict) -> list[bytes]:
 
 def test_a_node_of_another_protocol_version_is_told_so_and_the_others_go_on():
     async def hello(address: str) -> Refused:
-        channel = DealerChannel.connect(address, peer=PeerId("old#1"))
+        channel = DealerChannel(address, peer=PeerId("old#1"))
         await channel.send(Lane.CONTROL, other_version("Hello", {"name": "old"}))
         _, frames = await asyncio.wait_for(channel.receive(), 10)
         await channel.close()
@@ -260,7 +260,7 @@ def test_a_node_of_another_protocol_version_is_told_so_and_the_others_go_on():
 def test_a_broker_of_another_protocol_version_is_an_error_that_says_what_to_do():
     async def answer(address: list[str], ready: threading.Event, told: threading.Event) -> None:
         """Answer whatever comes, on whichever connection: who was not answered at once makes new ones."""
-        channel = RouterChannel.bind("tcp://127.0.0.1:0")
+        channel = RouterChannel("tcp://127.0.0.1:0")
 
         async def answer_all() -> None:
             while True:

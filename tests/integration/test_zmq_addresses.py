@@ -13,9 +13,9 @@ from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
 def test_a_port_that_is_taken_is_named_with_what_to_type() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
+        hub = RouterChannel(HERE)
         with pytest.raises(AddressInUse, match=r"--bind tcp://127\.0\.0\.1:") as caught:
-            RouterChannel.bind(hub.address)
+            RouterChannel(hub.address)
         assert caught.value.address == hub.address
         await hub.close()
 
@@ -29,7 +29,7 @@ def test_a_port_that_is_taken_is_named_with_what_to_type() -> None:
 def test_an_address_that_cannot_be_bound_is_refused(address: str) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError):
-            RouterChannel.bind(address)
+            RouterChannel(address)
 
     run(main)
 
@@ -38,7 +38,7 @@ def test_an_address_that_cannot_be_bound_is_refused(address: str) -> None:
 def test_an_address_that_cannot_be_connected_to_is_refused_with_an_example(address: str) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match=r"tcp://192\.168\.1\.10:5555"):
-            DealerChannel.connect(address, peer=A)
+            DealerChannel(address, peer=A)
 
     run(main)
 
@@ -47,16 +47,16 @@ def test_an_address_that_cannot_be_connected_to_is_refused_with_an_example(addre
 def test_a_name_that_the_hub_would_ignore_is_refused(name: str) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError):
-            DealerChannel.connect("tcp://127.0.0.1:1", peer=PeerId(name))
+            DealerChannel("tcp://127.0.0.1:1", peer=PeerId(name))
 
     run(main)
 
 
 def test_the_wildcard_is_shown_as_an_address_that_this_machine_can_connect_to() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind("tcp://*:0")
+        hub = RouterChannel("tcp://*:0")
         assert hub.address.startswith("tcp://127.0.0.1:")
-        node = DealerChannel.connect(hub.address, peer=A)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         await node.close()
         await hub.close()

@@ -20,8 +20,8 @@ from zmqtrain.transport.zmq_channels import DealerChannel, Port, RouterChannel, 
 
 def test_messages_pass_both_ways_on_both_lanes() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         payload = os.urandom(MAX_FRAME_BYTES)
         for _ in range(3):
@@ -42,8 +42,8 @@ def test_messages_pass_both_ways_on_both_lanes() -> None:
 
 def test_who_listens_is_told_each_message_in_order_those_that_were_here_before_too() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         told: list[int] = []
         last = asyncio.Event()
@@ -113,8 +113,8 @@ def test_who_listens_at_a_port_and_answers_each_message_leaves_the_loops_other_t
 
 def test_a_received_view_outlives_its_channel() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         payload = os.urandom(MAX_FRAME_BYTES)
         await node.send(Lane.BULK, [b"head", payload])
         _, _, frames = await hub.receive()
@@ -127,8 +127,8 @@ def test_a_received_view_outlives_its_channel() -> None:
 
 def test_a_node_receives_control_before_bulk_that_came_earlier() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         for lane in (Lane.BULK, Lane.BULK, Lane.CONTROL):
             hub.send(A, lane, [b"x"])
@@ -143,8 +143,8 @@ def test_a_node_receives_control_before_bulk_that_came_earlier() -> None:
 
 def test_a_lane_that_nobody_reads_is_full_for_the_hub_and_makes_the_node_wait() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         payload = bytes(MAX_FRAME_BYTES)
         with pytest.raises(ChannelFull):
@@ -173,8 +173,8 @@ def test_a_lane_that_nobody_reads_is_full_for_the_hub_and_makes_the_node_wait() 
 
 def test_a_waiting_send_and_a_waiting_receive_do_not_swallow_each_others_wake_up() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         count = 300
         payload, window = bytes(200_000), asyncio.Semaphore(8)
 
@@ -205,8 +205,8 @@ def test_a_waiting_send_and_a_waiting_receive_do_not_swallow_each_others_wake_up
 
 def test_a_cancelled_receive_loses_no_message() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         window = asyncio.Semaphore(32)
 
@@ -242,8 +242,8 @@ def test_a_cancelled_receive_loses_no_message() -> None:
 
 def test_who_asks_now_and_then_gets_what_has_come_and_who_waits_afterwards_is_woken() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         assert node.try_receive(Lane.CONTROL) is None
         for number in range(3):
@@ -268,8 +268,8 @@ def test_who_asks_now_and_then_gets_what_has_come_and_who_waits_afterwards_is_wo
 
 def test_who_waits_for_room_is_woken_while_another_waits_for_messages() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         waiting = asyncio.create_task(node.receive())
 

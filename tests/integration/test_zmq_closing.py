@@ -21,8 +21,8 @@ PROJECT = Path(__file__).parents[2]
 
 def test_closing_wakes_every_waiter() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         waiters: list[asyncio.Task[Any]] = [
             asyncio.create_task(c) for c in (hub.receive(), node.receive(), node.changed())
@@ -51,8 +51,8 @@ def test_closing_wakes_every_waiter() -> None:
 
 def test_closing_sends_what_is_queued() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         for _ in range(4):
             await node.send(Lane.BULK, [b"head", bytes(MAX_FRAME_BYTES)])
         await node.close(linger_seconds=10.0)
@@ -65,7 +65,7 @@ def test_closing_sends_what_is_queued() -> None:
 
 def test_closing_while_nobody_answers_does_not_hang() -> None:
     async def main() -> None:
-        node = DealerChannel.connect("tcp://127.0.0.1:1", peer=A)
+        node = DealerChannel("tcp://127.0.0.1:1", peer=A)
         await node.send(Lane.CONTROL, [b"nobody is there"])
         await node.close(linger_seconds=0.05)
 

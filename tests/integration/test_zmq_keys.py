@@ -22,11 +22,11 @@ from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
 def test_with_curve_only_who_knows_the_servers_key_is_heard() -> None:
     async def main() -> None:
         keys = CurveKeys.generate()
-        hub = RouterChannel.bind(HERE, keys=keys)
-        plain = DealerChannel.connect(hub.address, peer=PeerId("plain"))
-        wrong = DealerChannel.connect(hub.address, peer=PeerId("wrong"), server_key=CurveKeys.generate().public)
-        named = DealerChannel.connect(hub.address, peer=A, keys=CurveKeys.generate(), server_key=keys.public)
-        fresh = DealerChannel.connect(hub.address, peer=B, server_key=keys.public)
+        hub = RouterChannel(HERE, keys=keys)
+        plain = DealerChannel(hub.address, peer=PeerId("plain"))
+        wrong = DealerChannel(hub.address, peer=PeerId("wrong"), server_key=CurveKeys.generate().public)
+        named = DealerChannel(hub.address, peer=A, keys=CurveKeys.generate(), server_key=keys.public)
+        fresh = DealerChannel(hub.address, peer=B, server_key=keys.public)
         for intruder in (plain, wrong):
             intruder.try_send(Lane.CONTROL, [b"let me in"])  # there is no room where it was turned away already
         await meet(hub, named)
@@ -65,24 +65,24 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
 
     async def main() -> None:
         with pytest.raises(ConfigError):
-            DealerChannel.connect("tcp://127.0.0.1:1", peer=A, server_key=b"short")
+            DealerChannel("tcp://127.0.0.1:1", peer=A, server_key=b"short")
         with pytest.raises(ConfigError):
-            DealerChannel.connect("tcp://127.0.0.1:1", peer=A, keys=CurveKeys.generate())
+            DealerChannel("tcp://127.0.0.1:1", peer=A, keys=CurveKeys.generate())
 
     run(main)
 
 
 def test_a_key_that_was_found_is_left_out_at_a_hub_that_uses_none(tmp_path: Path) -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
+        hub = RouterChannel(HERE)
         pair = CurveKeys.generate(CurveKeys.generate().public)
         access = Access((pair.server, pair), tmp_path / "lab.key_secret")
-        node = DealerChannel.connect(hub.address, peer=A, access=access)
+        node = DealerChannel(hub.address, peer=A, access=access)
         await node.send(Lane.CONTROL, [b"said before it is known that the hub uses none"])
         assert await hub.receive() == (A, Lane.CONTROL, [b"said before it is known that the hub uses none"])
         assert access.declined
         await meet(hub, node)
-        given = DealerChannel.connect(hub.address, peer=B, keys=pair, server_key=pair.server)
+        given = DealerChannel(hub.address, peer=B, keys=pair, server_key=pair.server)
         while not given.refused:
             await given.changed()
         assert "--keys" in given.obstacle, "one that was given is not"
@@ -94,12 +94,10 @@ def test_a_key_that_was_found_is_left_out_at_a_hub_that_uses_none(tmp_path: Path
 
 def test_where_keys_are_wanted_and_none_is_found_it_is_said_where_was_looked(tmp_path: Path) -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE, keys=CurveKeys.generate())
-        node = DealerChannel.connect(hub.address, peer=A, access=Access(looked="looked for lab.key_secret in /home/me"))
+        hub = RouterChannel(HERE, keys=CurveKeys.generate())
+        node = DealerChannel(hub.address, peer=A, access=Access(looked="looked for lab.key_secret in /home/me"))
         pair = CurveKeys.generate(CurveKeys.generate().public)
-        other = DealerChannel.connect(
-            hub.address, peer=B, access=Access((pair.server, pair), tmp_path / "lab.key_secret")
-        )
+        other = DealerChannel(hub.address, peer=B, access=Access((pair.server, pair), tmp_path / "lab.key_secret"))
         for channel in (node, other):
             while not channel.refused:
                 await channel.changed()
@@ -129,10 +127,10 @@ def test_who_names_no_key_comes_in_with_the_one_that_is_found_and_at_a_hub_witho
 
 def test_two_channels_that_share_a_key_that_was_found_both_leave_it_out(tmp_path: Path) -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
+        hub = RouterChannel(HERE)
         pair = CurveKeys.generate(CurveKeys.generate().public)
         access = Access((pair.server, pair), tmp_path / "lab.key_secret")
-        nodes = [DealerChannel.connect(hub.address, peer=peer, access=access) for peer in (A, B)]
+        nodes = [DealerChannel(hub.address, peer=peer, access=access) for peer in (A, B)]
         for node in nodes:
             await meet(hub, node)
         for channel in (*nodes, hub):

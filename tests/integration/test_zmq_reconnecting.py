@@ -31,8 +31,8 @@ async def send_on(hub: RouterChannel, lane: Lane) -> None:
 
 def test_the_hub_is_told_who_is_lost_and_who_was_never_there() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         with pytest.raises(PeerLost):
             hub.send(B, Lane.CONTROL, [b"?"])
@@ -52,7 +52,7 @@ def test_a_lane_that_is_not_there_yet_is_full_for_a_while_and_one_that_is_gone_i
 ) -> None:
     async def main() -> None:
         now, life = 1000.0, first_life()
-        hub = RouterChannel.bind(HERE, limits=ConnectionLimits(handshake_seconds=5.0))
+        hub = RouterChannel(HERE, limits=ConnectionLimits(handshake_seconds=5.0))
         hub._guard.clock = SimpleNamespace(monotonic=lambda: now)
         for _ in range(2):  # a later life of the channel begins without a lane
             control = strangers.dealer(hub.address, routing_id_of(Lane.CONTROL, A, life))
@@ -87,8 +87,8 @@ def test_a_lane_that_is_not_there_yet_is_full_for_a_while_and_one_that_is_gone_i
 
 def test_a_node_that_reconnects_takes_its_name_over_and_loses_only_what_was_queued() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         receiving = asyncio.create_task(node.receive())
         for _ in range(3):
@@ -105,7 +105,7 @@ def test_a_node_that_reconnects_takes_its_name_over_and_loses_only_what_was_queu
 
 def test_what_a_channel_said_before_it_was_opened_anew_ends_no_connection_of_now(strangers: StrangeSockets) -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
+        hub = RouterChannel(HERE)
         life = first_life()
 
         async def connect() -> list[zmq.SyncSocket]:
@@ -152,14 +152,14 @@ def test_what_a_channel_said_before_it_was_opened_anew_ends_no_connection_of_now
 
 def test_a_send_that_waits_is_lost_when_its_channel_reconnects() -> None:
     async def main(silent: str) -> None:
-        node = DealerChannel.connect(silent, peer=A)  # nobody listens: what is sent queues up
+        node = DealerChannel(silent, peer=A)  # nobody listens: what is sent queues up
         while node.try_send(Lane.BULK, [b"old"]):
             pass
         waiting = asyncio.create_task(node.send(Lane.BULK, [b"old"]))
         await asyncio.sleep(0)
         await node.reconnect()
         await waiting
-        hub = RouterChannel.bind(silent)
+        hub = RouterChannel(silent)
         await node.send(Lane.BULK, [b"new"])
         assert await hub.receive() == (A, Lane.BULK, [b"new"])
         await node.close()
@@ -171,14 +171,14 @@ def test_a_send_that_waits_is_lost_when_its_channel_reconnects() -> None:
 
 def test_a_node_finds_a_hub_that_was_started_again() -> None:
     async def main(address: str) -> None:
-        hub = RouterChannel.bind(address)
-        node, gone = DealerChannel.connect(hub.address, peer=A), asyncio.Queue[str]()
+        hub = RouterChannel(address)
+        node, gone = DealerChannel(hub.address, peer=A), asyncio.Queue[str]()
         node.watch(lambda: gone.put_nowait("gone"))
         await meet(hub, node)
         await hub.close()
         for _ in Lane:  # what is sent over a connection that has gone, before that is seen, is lost with it
             await gone.get()
-        again = RouterChannel.bind(address)
+        again = RouterChannel(address)
         await node.send(Lane.CONTROL, [b"are you back"])
         assert await again.receive() == (A, Lane.CONTROL, [b"are you back"])
         await node.close()
@@ -190,15 +190,15 @@ def test_a_node_finds_a_hub_that_was_started_again() -> None:
 
 def test_a_node_is_told_of_each_connection_that_is_gone_and_of_no_attempt_that_fails() -> None:
     async def main(address: str) -> None:
-        hub = RouterChannel.bind(address)
-        node, gone = DealerChannel.connect(hub.address, peer=A), asyncio.Queue[str]()
+        hub = RouterChannel(address)
+        node, gone = DealerChannel(hub.address, peer=A), asyncio.Queue[str]()
         node.watch(lambda: gone.put_nowait("gone"))
         await meet(hub, node)
         assert gone.empty()
         await hub.close()
         for _ in Lane:
             await gone.get()
-        again = RouterChannel.bind(address)
+        again = RouterChannel(address)
         await node.reconnect()
         await meet(again, node)
         assert gone.empty()
@@ -212,7 +212,7 @@ def test_a_node_is_told_of_each_connection_that_is_gone_and_of_no_attempt_that_f
 
 def test_who_is_sent_to_another_hub_does_not_try_a_refusal_of_the_former_one_again() -> None:
     async def main() -> None:
-        node = DealerChannel.connect("tcp://127.0.0.1:1", peer=A)
+        node = DealerChannel("tcp://127.0.0.1:1", peer=A)
         node.on_handshake("key")
         assert node._retry is not None and "does not authorise" in node.obstacle
         await node.reconnect("tcp://127.0.0.1:2")
@@ -224,8 +224,8 @@ def test_who_is_sent_to_another_hub_does_not_try_a_refusal_of_the_former_one_aga
 
 def test_what_came_before_a_connection_went_is_received_before_that_is_told() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node, gone, heard = DealerChannel.connect(hub.address, peer=A), asyncio.Event(), list[str]()
+        hub = RouterChannel(HERE)
+        node, gone, heard = DealerChannel(hub.address, peer=A), asyncio.Event(), list[str]()
 
         def told() -> None:
             heard.append("gone")

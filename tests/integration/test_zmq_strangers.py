@@ -18,8 +18,8 @@ from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
 def test_what_no_channel_carries_is_refused_before_it_costs_the_connection() -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        node = DealerChannel.connect(hub.address, peer=A)
+        hub = RouterChannel(HERE)
+        node = DealerChannel(hub.address, peer=A)
         await meet(hub, node)
         for frames in ([], [b"x"] * 7, [b"head", bytes(MAX_FRAME_BYTES + (64 << 10) + 1)]):
             with pytest.raises(LocalProtocolError):
@@ -35,8 +35,8 @@ def test_what_no_channel_carries_is_refused_before_it_costs_the_connection() -> 
 
 def test_strangers_disturb_nobody(strangers: StrangeSockets) -> None:
     async def main() -> None:
-        hub = RouterChannel.bind(HERE)
-        nodes = [DealerChannel.connect(hub.address, peer=peer) for peer in (A, B)]
+        hub = RouterChannel(HERE)
+        nodes = [DealerChannel(hub.address, peer=peer) for peer in (A, B)]
         for node in nodes:
             await meet(hub, node)
         parts = urlsplit(hub.address)
@@ -93,7 +93,7 @@ def test_a_hub_that_sends_too_many_frames_is_ignored(strangers: StrangeSockets) 
     async def main() -> None:
         router = strangers.open(zmq.ROUTER)
         router.bind(HERE)
-        node = DealerChannel.connect(router.getsockopt_string(zmq.LAST_ENDPOINT), peer=A)
+        node = DealerChannel(router.getsockopt_string(zmq.LAST_ENDPOINT), peer=A)
         await node.send(Lane.CONTROL, [b"hello"])
         routing_id, said = b"", b""
         while said != b"hello":  # both lanes begin with an empty message, in whatever order

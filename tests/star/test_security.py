@@ -39,7 +39,7 @@ address = f"tcp://{host}:5555"
 
 async def intrude(server_key, keys):
     hub, pair = read_credentials(server_key, keys)
-    channel = DealerChannel.connect(address, peer=PeerId("intruder#1"), keys=pair, server_key=hub)
+    channel = DealerChannel(address, peer=PeerId("intruder#1"), keys=pair, server_key=hub)
     await channel.send(Lane.CONTROL, [encode_message(Hello("intruder"))])
     heard, turned_away = asyncio.create_task(channel.receive()), asyncio.create_task(refusal_of(channel))
     await asyncio.wait([heard, turned_away], return_when=asyncio.FIRST_COMPLETED)

@@ -140,8 +140,10 @@ class PendingUploads:
 
         probation: because it is quarantined.
         """
+        waiting = bool(self._forgotten)
         self._forgotten[peer] = probation or self._forgotten.get(peer, False)
-        self._codec.do_once("forget", self._forget_all_norms)
+        if not waiting:
+            self._codec.do(self._forget_all_norms)
 
     def _forget_all_norms(self) -> None:
         while self._forgotten:

@@ -125,7 +125,7 @@ class RouterAccess(BrokerAccess):
 
     def dial(self, address: str, peer: PeerId) -> Channel:
         server_key = None if self._pair is None else self._pair.public
-        return DealerChannel.connect(address, peer=peer, keys=self._pair, server_key=server_key)
+        return DealerChannel(address, peer=peer, keys=self._pair, server_key=server_key)
 
 
 class ServeOptions(TypedDict, total=False):
@@ -192,7 +192,7 @@ class _Host:
         keys, first = self.options.get("keys"), self.options.get("place") is None and self.standby is None
         folder = keys if isinstance(keys, KeyFolder) else None
         pair = keys.hub(make=first) if isinstance(keys, KeyFolder) else keys
-        channel = RouterChannel.bind(self.address, keys=pair, admission=None if folder is None else Admission())
+        channel = RouterChannel(self.address, keys=pair, admission=None if folder is None else Admission())
         watcher = None if folder is None else asyncio.create_task(KeyWatcher(channel, folder, self).run())
         try:
             return await self._live(channel, RouterAccess(channel, folder, pair))

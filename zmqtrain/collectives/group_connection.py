@@ -329,7 +329,7 @@ class _Dialer(NamedTuple):
 
     def dial(self, address: str, peer: PeerId) -> Channel:
         hub_key, pair = self.credentials
-        return DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key, beside=self.beside)
+        return DealerChannel(address, peer=peer, keys=pair, server_key=hub_key, beside=self.beside)
 
 
 @dataclass
@@ -351,7 +351,7 @@ class Rendezvous:
         """Bind, connect to the hub, and wait for the others. Raises as `open_port`."""
         own = CurveKeys.generate() if self.hub_key is not None else None
         bound = self.listen or _address_towards(self.hub)
-        router = RouterChannel.bind(bound, keys=own, admission=None if own is None else Admission())
+        router = RouterChannel(bound, keys=own, admission=None if own is None else Admission())
         connection = GroupConnection(_Dialer((self.hub_key, self.pair), router), self.hub, self.name)
         key, token = own.public.decode() if own is not None else "", secrets.token_hex(16)
         address = self.asked.address or public_address(bound, router.address, self.hub)

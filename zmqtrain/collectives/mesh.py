@@ -545,7 +545,7 @@ class MeshPort:
 
     def _connect(self, rank: int, meeting: Meeting) -> PeerRoute:
         name, address, key, token = self._group.members[rank]
-        channel = DealerChannel.connect(
+        channel = DealerChannel(
             address,
             peer=member_id(self.rank, token),
             keys=meeting.keys,

@@ -120,7 +120,7 @@ class RealEnvironment:
         return thread
 
     def dial(self, address: str, peer: PeerId) -> Channel:
-        return DealerChannel.connect(address, peer=peer, access=self._access)
+        return DealerChannel(address, peer=peer, access=self._access)
 
 
 _current: ContextVar[Environment] = ContextVar("environment", default=RealEnvironment())  # noqa: B039
@@ -213,7 +213,6 @@ class CodecExecutor:
         self._stop = stop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
-        self._once: set[str] = set()
         self._worker: Executor = environment().executor(name, MOST_JOBS, self)
 
     @property
@@ -234,18 +233,6 @@ class CodecExecutor:
     def do(self, work: Callable[..., object], *facts: Any, values: int = 0) -> None:
         """Do `work(*facts)` in the codec thread; nobody waits for it, and a CodecError is ignored."""
         self.submit(partial(work, *facts), None, values)
-
-    def do_once(self, name: str, work: Callable[[], object]) -> None:
-        """Do as `do`, unless a job of this name is waiting already."""
-        if name in self._once:
-            return
-        self._once.add(name)
-
-        def first() -> None:
-            self._once.discard(name)
-            work()
-
-        self.do(first)
 
     def submit(self, work: Callable[[], object], resume: Resume | None, values: int = 0) -> None:
         """Do `work` in the codec thread, then `resume(result or CodecError)` in the loop; both in order."""

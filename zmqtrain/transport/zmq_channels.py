@@ -307,28 +307,52 @@ _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS = 100, 500
 
 
 class DealerChannel:
-    """A node's end (a `Channel`): one connection per lane to the hub's one port.  Made by `connect`.
+    """A node's end (a `Channel`): one connection per lane to the one port of the hub at `address`.
 
     libzmq connects in the background, and again when the connection is lost; until it is there, what is sent queues.
     While the hub does not authorise this channel's key, it is asked again every second, and what had queued is lost.
+    Made in a running loop.  server_key: the hub's public CURVE key; keys: this node's pair (a fresh one if there is
+    only a server_key, which comes in only where all do that know it).  beside: a channel of this process, with which
+    this one shares libzmq's threads; it must be closed after this.  access: both keys, in place of the two; a pair that
+    was found and not given is left out at a hub without keys.
+    Raises ConfigError for an address, a name or keys that cannot be used.
+
+    refused: why the last attempt to connect ended in its handshake: "key" (this channel's is not authorised there),
+    "handshake" (what listens there wants keys, or none), "broken" (it ended several connections in a row: it has other
+    keys or wants some, or is no hub); or why nothing is heard that comes over the connection: "name" (this peer came
+    with another key before); "" if nothing is known to be wrong.
     """
 
     def __init__(
         self,
         address: str,
+        *,
         peer: PeerId,
-        access: Access,
-        context: zmq.Context[zmq.SyncSocket] | None = None,
+        keys: CurveKeys | None = None,
+        server_key: bytes | None = None,
+        beside: RouterChannel | None = None,
+        access: Access | None = None,
     ) -> None:
+        check_reachable(address)
+        check_peer_id(peer)
+        if server_key is None and keys is not None:
+            raise ConfigError("keys without a server_key: the hub's public key is needed too (its file NAME.key)")
+        if server_key is not None:
+            check_key("public", server_key)
+            keys = keys or CurveKeys.generate()
+        if access is None:
+            access = Access((server_key, keys))
+        elif access.given[0] is not None and access.given[1] is None:  # of which a hub may know that it is the same
+            access.given = access.given[0], CurveKeys.generate()
         self.address, self.peer = address, peer
         self._access, self._life = access, first_life()
-        self._shares = context is not None
         self._unheard: list[tuple[Lane, Sequence[Buffer]]] = []  # sent before it is known whether a found key is used
         self._tries_found_key = access.found is not None and not access.declined
         self._watches: list[ConnectionWatch] = []
-        self._refused, self._broken, self._news = "", 0, Gate()
+        self.refused, self._broken, self._news = "", 0, Gate()
         self._retry: asyncio.TimerHandle | None = None
-        self._context: zmq.Context[zmq.SyncSocket] = context or zmq.Context()
+        self._shares = beside is not None
+        self._context: zmq.Context[zmq.SyncSocket] = zmq.Context() if beside is None else beside.context
         self._incoming = Gate()
         self._writable = {lane: Gate() for lane in Lane}
         self._ports: dict[Lane, Port] = {}
@@ -345,61 +369,21 @@ class DealerChannel:
                 self._context.term()
             raise
 
-    @classmethod
-    def connect(
-        cls,
-        address: str,
-        *,
-        peer: PeerId,
-        keys: CurveKeys | None = None,
-        server_key: bytes | None = None,
-        beside: RouterChannel | None = None,
-        access: Access | None = None,
-    ) -> DealerChannel:
-        """Connect to the hub at `address` as `peer`.  Call it in a running loop; it does not wait for the hub.
-
-        server_key: the hub's public CURVE key; keys: this node's pair (a fresh one if there is only a server_key, which
-        comes in only where all do that know it).
-        beside: a channel of this process, with which this one shares libzmq's threads; it must be closed after this.
-        access: both keys, in place of the two; a pair that was found and not given is left out at a hub without keys.
-        Raise ConfigError for an address, a name or keys that cannot be used.
-        """
-        check_reachable(address)
-        check_peer_id(peer)
-        if server_key is None and keys is not None:
-            raise ConfigError("keys without a server_key: the hub's public key is needed too (its file NAME.key)")
-        if server_key is not None:
-            check_key("public", server_key)
-            keys = keys or CurveKeys.generate()
-        if access is None:
-            access = Access((server_key, keys))
-        elif access.given[0] is not None and access.given[1] is None:  # of which a hub may know that it is the same
-            access.given = access.given[0], CurveKeys.generate()
-        return cls(address, peer, access, beside.context if beside is not None else None)
-
-    @property
-    def refused(self) -> str:
-        """Why the last attempt to connect ended in its handshake: "key" (this channel's is not authorised there),
-        "handshake" (what listens there wants keys, or none), "broken" (it ended several connections in a row: it has
-        other keys or wants some, or is no hub); or why nothing is heard that comes over the connection: "name" (this
-        peer came with another key before); "" if nothing is known to be wrong."""
-        return self._refused
-
     @property
     def obstacle(self) -> str:
         """See Channel: what `refused` means, for people."""
-        if self._refused == "key":
+        if self.refused == "key":
             where = f", that in {self._access.found}" if self._access.found is not None else ""
             return (
                 f"the hub does not authorise this PC's key{where} (there, `zmqtrain keys list` shows whose it does, "
                 "and `zmqtrain keys new NAME` makes one)"
             )
-        if self._refused == "name":
+        if self.refused == "name":
             return (
                 f"it knows {self.peer} by another key than this PC's: a node that goes on from a checkpoint is the one "
                 "that it was. Start it with the key file of then (--keys), or with a checkpoint folder of its own"
             )
-        if self._refused and self._access.credentials[0] is not None:
+        if self.refused and self._access.credentials[0] is not None:
             if (found := self._access.found) is not None:
                 return (
                     f"what listens there ended the connection while keys were exchanged: the key in {found}, which was "
@@ -411,9 +395,9 @@ class DealerChannel:
                 "no zmqtrain-broker"
             )
         looked = f". No key file was found here ({self._access.looked})" if self._access.looked else ""
-        if self._refused == "handshake":
+        if self.refused == "handshake":
             return f"what listens there wants keys: give the file that was made for this PC (--keys FILE){looked}"
-        if self._refused:
+        if self.refused:
             return (
                 "what listens there ends every connection before it is greeted: it wants keys (--keys FILE, made for "
                 f"this PC), or it is no zmqtrain-broker{looked}"
@@ -427,8 +411,8 @@ class DealerChannel:
         self._check_open()
 
     def _learn(self, how: str) -> None:
-        if how != self._refused:
-            self._refused = how
+        if how != self.refused:
+            self.refused = how
             self._news.open()
 
     def on_handshake(self, how: str) -> None:
@@ -446,7 +430,7 @@ class DealerChannel:
         if how == "broken" and self._broken < _BROKEN_IN_A_ROW:
             return
         # "name" is told after the handshake, of each connection; after "key" both lanes reconnect
-        if how or (self._refused != "name" and self._retry is None):
+        if how or (self.refused != "name" and self._retry is None):
             self._learn(how)
         if how == "key" and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, self._try_again)
@@ -581,7 +565,7 @@ class DealerChannel:
             return None
         message = [as_buffer(frame) for frame in frames]
         reason = reason_of(message)
-        if reason or self._refused == "name":
+        if reason or self.refused == "name":
             self._learn(reason or "")
         return message if reason is None else None
 
@@ -638,65 +622,45 @@ _BACKLOG = 128  # connections that wait to be accepted: a whole classroom starte
 
 
 class RouterChannel:
-    """The hub's end (a `HubChannel`): one port for both lanes of every node.  Made by `bind`.
+    """The hub's end (a `HubChannel`): one port for both lanes of every node, in the running loop.
 
-    context: libzmq's threads, for channels beside this one.  address: where nodes on this machine connect to; from
-    others, its name takes the place of 127.0.0.1.  strangers: the messages ignored because no node of ours could have
-    sent them.
+    It listens at `address`: tcp://*:5555, or an IP address or interface of this machine; port 0 chooses a free one.
+    keys: the hub's CURVE keys; then every client must use CURVE, and know the public one.  admission: which clients'
+    keys come in; without it, every client's that knows the hub's.  limits: of connections.
+    Raises ConfigError for an address that cannot be used, AddressInUse if somebody listens there.
+
+    address: from then on where nodes on this machine connect to; from others, its name takes the place of 127.0.0.1.
+    context: libzmq's threads, for channels beside this one.  strangers: the messages ignored because no node of ours
+    could have sent them.
     """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.SyncSocket],
-        socket: zmq.SyncSocket,
-        guard: ConnectionGuard,
-        refusals: Refusals,
-        admission: Admission | None,
-        handler: ZapHandler | None,
-        news: Gate,
+        address: str,
+        *,
+        keys: CurveKeys | None = None,
+        admission: Admission | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
-        self.context = context
-        self._guard, self._refusals, self._admission, self._handler = guard, refusals, admission, handler
-        self._seats, self._news = Seats(), news
+        host, _ = parse_address(address, "tcp://*:5555")
+        if admission is not None and keys is None:
+            raise ConfigError("who comes in is decided by keys, and this hub has none: give it a pair")
+        limits = limits or ConnectionLimits()
+        limits = replace(limits, total=descriptor_room(limits.total))
+        self.context: zmq.Context[zmq.SyncSocket] = zmq.Context()
+        self._admission, self._seats, self._news = admission, Seats(), Gate()
+        self._refusals = Refusals(f"the port at {address}", self._news)
+        self._handler = None if admission is None else ZapHandler(self.context, admission, self._refusals)
+        socket = open_socket(self.context, zmq.ROUTER, _ROUTER_SENDS, _ROUTER_RECEIVES)
+        self._guard = ConnectionGuard(socket, limits, self._refusals, self._news)
+        self._guard.gone = self._gone
         self._speakers: dict[int, tuple[PeerId, bytes, str, Lane]] = {}  # by descriptor: who was heard there
         self._dismissed: dict[int, int] = {}  # by descriptor: the number of a connection that was told why it will end
         self._incoming = Gate()
         self._port = Port(socket, self._incoming, Gate())
         self._fairness = Fairness()
         self._closed = False
-        self.address, self.strangers = "", 0
-
-    @classmethod
-    def bind(
-        cls,
-        address: str,
-        *,
-        keys: CurveKeys | None = None,
-        admission: Admission | None = None,
-        limits: ConnectionLimits | None = None,
-    ) -> RouterChannel:
-        """Listen at `address`: tcp://*:5555, or an IP address or interface of this machine; port 0 chooses a free one.
-
-        keys: the hub's CURVE keys; then every client must use CURVE, and know the public one.  admission: which
-        clients' keys come in; without it, every client's that knows the hub's.  limits: of connections.  Call it in a
-        running loop.
-        Raise ConfigError for an address that cannot be used, AddressInUse if somebody listens there.
-        """
-        host, _ = parse_address(address, "tcp://*:5555")
-        if admission is not None and keys is None:
-            raise ConfigError("who comes in is decided by keys, and this hub has none: give it a pair")
-        limits = limits or ConnectionLimits()
-        limits = replace(limits, total=descriptor_room(limits.total))
-        context: zmq.Context[zmq.SyncSocket] = zmq.Context()
-        news = Gate()
-        refusals = Refusals(f"the port at {address}", news)
-        handler = None
-        if admission is not None:
-            handler = ZapHandler(context, admission, refusals)
-        socket = open_socket(context, zmq.ROUTER, _ROUTER_SENDS, _ROUTER_RECEIVES)
-        guard = ConnectionGuard(socket, limits, refusals, news)
-        channel = cls(context, socket, guard, refusals, admission, handler, news)
-        guard.gone = channel._gone
+        self.strangers = 0
         try:
             socket.router_mandatory = 1
             socket.router_handover = 1
@@ -709,12 +673,11 @@ class RouterChannel:
                 socket.zap_domain = ZAP_DOMAIN
             socket.bind(address)
         except zmq.ZMQError as error:
-            channel._close(0.0)
-            context.term()
+            self._close(0.0)
+            self.context.term()
             raise bind_error(address, error.errno or 0) from error
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        channel.address = f"tcp://{connectable_host(host)}:{endpoint.rpartition(':')[2]}"
-        return channel
+        self.address = f"tcp://{connectable_host(host)}:{endpoint.rpartition(':')[2]}"
 
     @property
     def refusals(self) -> Counter[str]:
