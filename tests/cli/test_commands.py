@@ -575,7 +575,7 @@ def test_the_nodes_of_one_pc_share_its_card(driver: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(local.subprocess, "Popen", start)
     monkeypatch.setattr(installed, "has_nvidia_driver", lambda: driver)
     federation = local.Federation(RunSettings(program="text"), 2, pin=False)
-    monkeypatch.setattr(federation, "_broker", SimpleNamespace(address="tcp://127.0.0.1:5555"))
+    monkeypatch.setattr(federation, "_brokers", [SimpleNamespace(address="tcp://127.0.0.1:5555")])
     federation._start_node(0).errors.close()
     (command,) = commands
     assert ("XLA_PYTHON_CLIENT_PREALLOCATE=false" in command) is driver and sys.executable in command[:3]

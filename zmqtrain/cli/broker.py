@@ -26,13 +26,12 @@ from zmqtrain.broker.serve import serve
 from zmqtrain.broker.standby import ShardPlace, Standby, StandbyPlace
 from zmqtrain.cli.display import Display, log_to_stderr, plural, say
 from zmqtrain.cli.ending import leave_at_once
-from zmqtrain.cli.settings import File, Folder, PortOptions, RunOptions, check_host, command, require
+from zmqtrain.cli.settings import File, Folder, PortOptions, RunOptions, check_host, command
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.installed import clone_folder, command_word
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import RunSettings, require
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.planning.plans import link_share
-from zmqtrain.planning.rules import check_rules
 from zmqtrain.programs import check_program_arguments, parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
@@ -81,12 +80,10 @@ class BrokerConfig(PortOptions, RunOptions):
     def __post_init__(self) -> None:
         self._read_shard()
         super().__post_init__()
-        check_rules(self)
         link_share(self.link, self.share)
         self._check_shard()
         if self.from_file is not None and self.record is not None:
             raise ConfigError("a run that begins with a file cannot be lived again: leave --record or --from out")
-        self.check_run_files()
         parse_address(self.bind, "tcp://*:5555")
         if self.keys is not None and self.insecure:
             raise ConfigError("--insecure says that there are no keys, and --keys names their folder: leave one out")
@@ -182,7 +179,7 @@ class _BrokerProgram:
         self._unknown = check_program(self._settings)
         own_folder = config.checkpoint is None and not config.no_checkpoint
         check_checkpoint(RUNS if own_folder else config.checkpoint)
-        self._beginning = config.read_beginning(self._settings)
+        self._beginning = config.read_beginning()
         self._keys = open_keys(config)
         self._place: ShardPlace | None = None
         self._standby: StandbyPlace | None = None

@@ -25,9 +25,10 @@ from zmqtrain.chaos.run import KEEP_ALL, READY, Outcome, Run, hub_folder, record
 from zmqtrain.chaos.schedule import BROKER, FaultKind, check_kinds, draw_schedule
 from zmqtrain.chaos.services import Proxy, Service
 from zmqtrain.cli.display import Terminal, figures_table, format_count, format_number, format_seconds
-from zmqtrain.cli.settings import command, require
+from zmqtrain.cli.settings import command
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import sharing_card
+from zmqtrain.core.settings import require
 
 PROGRAM = "zmqtrain chaos"
 HERE_KINDS: tuple[FaultKind, ...] = ("kill", "stop", "unplug", "slow", "drop", "disk", "clock")

@@ -28,10 +28,10 @@ from rich.table import Table
 from zmqtrain.cli.display import Display, Terminal, format_bytes, format_count, format_number, log_to_stderr, table_of
 from zmqtrain.cli.ending import first_interrupt
 from zmqtrain.cli.local import LOOK_SECONDS, Federation
-from zmqtrain.cli.settings import LogOptions, command, make_folder, require
+from zmqtrain.cli.settings import LogOptions, command, make_folder
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import how_to_install
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import RunSettings, require
 from zmqtrain.protocol.messages import Roster
 
 PROGRAM = "zmqtrain demo"

@@ -24,15 +24,10 @@ from zmqtrain.broker.standby import ShardPlace
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr, plural, say
 from zmqtrain.cli.ending import first_interrupt
-from zmqtrain.cli.settings import (
-    RunOptions,
-    command,
-    require,
-)
+from zmqtrain.cli.settings import RunOptions, command
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import sharing_card
-from zmqtrain.core.settings import RunSettings
-from zmqtrain.planning.rules import check_rules
+from zmqtrain.core.settings import RunSettings, require
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.synchronous.exchanges import read_exchange
 
@@ -66,11 +61,9 @@ class LocalConfig(RunOptions):
         if read_exchange(self.exchange) is not None and self.start_nodes == 1:
             object.__setattr__(self, "start_nodes", self.nodes)
         super().__post_init__()
-        check_rules(self)
         require("nodes", self.nodes, 1)
         require("seconds", self.seconds, 0)
         require("pace_seconds", self.pace_seconds, 0)
-        self.check_run_files()
         if not self.program:
             raise ConfigError("zmqtrain local needs a program to train: --program text, or --program image")
         if self.start_nodes > self.nodes:
@@ -122,19 +115,15 @@ class Federation:
         self.exchange, self._options = exchange, options
         checkpoint = options.get("checkpoint")
         self._folder = checkpoint if isinstance(checkpoint, Path) else None
-        self._broker: BrokerThread | None = None
-        self._others: list[BrokerThread] = []
+        self._brokers: list[BrokerThread] = []
         self._children: list[_Child] = []
         self._members: dict[str, dict[str, int | float | str | bool]] = {}
         self._stopping = False
 
     def __enter__(self) -> Federation:
-        options = self._options.copy()
-        options["checkpoint"] = self._checkpoint_of(0)
-        self._broker = BrokerThread(HERE, self.settings, **options)
         try:
-            for shard in range(1, self.settings.shards):
-                self._others.append(self._start_shard(shard))
+            for shard in range(self.settings.shards):
+                self._brokers.append(self._start_broker(shard))
             for index in range(self.nodes):
                 self._children.append(self._start_node(index))
         except BaseException:
@@ -150,32 +139,26 @@ class Federation:
             self.kill()
             self.stop_brokers()
 
-    def _checkpoint_of(self, shard: int) -> Path | None:
-        """Return the folder of one broker: each has one in that of the run."""
-        if (folder := self._folder) is None:
-            return None
-        return folder / ("broker" if self.settings.shards == 1 else f"shard-{shard}")
-
-    def _start_shard(self, shard: int) -> BrokerThread:
-        return BrokerThread(
-            HERE,
-            None,
-            checkpoint=self._checkpoint_of(shard),
-            checkpoint_every=self._options.get("checkpoint_every", ""),
-            checkpoint_keep=self._options.get("checkpoint_keep", 3),
-            place=ShardPlace(shard=shard, shards=self.settings.shards, first=self.broker.address),
-        )
+    def _start_broker(self, shard: int) -> BrokerThread:
+        shards, options = self.settings.shards, self._options.copy()
+        if shard:  # it has its settings and its run from the first
+            every, keep = options.get("checkpoint_every", ""), options.get("checkpoint_keep", 3)
+            place = ShardPlace(shard=shard, shards=shards, first=self.broker.address)
+            options = ServeOptions(checkpoint_every=every, checkpoint_keep=keep, place=place)
+        if self._folder is not None:
+            options["checkpoint"] = self._folder / ("broker" if shards == 1 else f"shard-{shard}")
+        return BrokerThread(HERE, None if shard else self.settings, **options)
 
     def stop_brokers(self) -> None:
         """Have the brokers save and end, the first last; raise what ended one that failed. Safe to call twice."""
         with contextlib.ExitStack() as stack:
-            for broker in (self.broker, *self._others):  # the first last
+            for broker in self._brokers:  # the first last
                 stack.callback(broker.stop)
 
     @property
     def broker(self) -> BrokerThread:
-        assert self._broker is not None
-        return self._broker
+        """The broker, or the first of several, once the block has begun."""
+        return self._brokers[0]
 
     @property
     def roster(self) -> Roster | None:
@@ -280,7 +263,7 @@ def _run(config: LocalConfig) -> int:
         checkpoint_every=config.checkpoint_every,
         checkpoint_keep=config.checkpoint_keep,
         exchange=config.exchange,
-        beginning=config.read_beginning(settings),
+        beginning=config.read_beginning(),
     )
     lost: list[Departure] = []
     with federation:

@@ -48,11 +48,10 @@ from zmqtrain.cli.settings import (
     PortOptions,
     check_host,
     command,
-    require,
 )
 from zmqtrain.core.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.core.installed import command_word
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import RunSettings, require
 from zmqtrain.core.specs import parse_bytes
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP, connect

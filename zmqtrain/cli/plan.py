@@ -15,10 +15,10 @@ from typing import Any, Literal
 from rich.table import Table
 
 from zmqtrain.cli.display import Terminal, figures_table, format_bytes, format_count, plural, table_of
-from zmqtrain.cli.settings import command, require
+from zmqtrain.cli.settings import command
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import RunSettings, require
 from zmqtrain.core.specs import parse_bytes, parse_count, parse_rate
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.planning.costs import MemoryEstimate, Place

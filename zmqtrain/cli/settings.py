@@ -36,7 +36,8 @@ from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.ending import run_command
 from zmqtrain.core.errors import ConfigError, NotHereYet
-from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RENAMED, RunSettings, read_steps
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RENAMED, RunSettings, read_steps, require
+from zmqtrain.planning.rules import check_rules
 from zmqtrain.transport.address import parse_address, parse_addresses
 
 Config = TypeVar("Config")
@@ -44,8 +45,6 @@ Config = TypeVar("Config")
 NOT_IN_A_FILE = ("config",)
 MOST_COLUMNS, USAGE_COLUMNS = 100, 80
 """The widest paragraph of a description, and the widest usage line."""
-MOST = 10**9
-"""The largest number of seconds, nodes or files that can be typed."""
 
 # ---------------------------------------------------------------------- kinds of fields
 
@@ -164,8 +163,9 @@ class RunOptions(CheckpointOptions, FileOptions, RunSettings):
     """Begin a new run with the parameters of this model file (model.safetensors of another run, or of
     zmqtrain.save_model); their shapes must be those of the program."""
 
-    def check_run_files(self) -> None:
-        """Raise ConfigError where checkpoints, or a file to begin with, contradict other settings."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rules(self)
         if self.from_file is not None and self.initial in ("mean", "own"):
             raise ConfigError(
                 f"--from says with which parameters the run begins, and initial {self.initial!r} that its nodes give "
@@ -180,19 +180,11 @@ class RunOptions(CheckpointOptions, FileOptions, RunSettings):
             raise ConfigError("--no-checkpoint says that nothing is saved, and --checkpoint where: leave one out")
         self.check_checkpoints(self.mode == "strict")
 
-    def read_beginning(self, settings: RunSettings) -> Beginning | None:
+    def read_beginning(self) -> Beginning | None:
         """Return the parameters that a new run begins with, None without --from. Raises ConfigError."""
         if self.from_file is None:
             return None
-        return read_beginning(self.from_file, settings.program, settings.program_arguments)
-
-
-def require(name: str, value: float, least: float, most: int = MOST) -> None:
-    """Raise ConfigError unless least <= value <= most."""
-    if not value >= least:
-        raise ConfigError(f"{name} must be at least {least:g}, got {value}")
-    if value > most:
-        raise ConfigError(f"{name} must be at most {most:,}, got {value}")
+        return read_beginning(self.from_file, self.program, self.program_arguments)
 
 
 def check_new_file(path: Path) -> None:

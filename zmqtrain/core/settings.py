@@ -83,6 +83,14 @@ def _checked(name: str, value: Any, wanted: type) -> Any:
     return value
 
 
+def require(name: str, value: float, least: float, most: int = _MOST_STEPS) -> None:
+    """Raise ConfigError unless least <= value <= most."""
+    if not value >= least:  # NaN neither
+        raise ConfigError(f"{name} must be at least {least:g}, got {value}")
+    if value > most:
+        raise ConfigError(f"{name} must be at most {most:,}, got {value}")
+
+
 def pieces_of(values: int) -> int:
     """Return into how many fragments auto cuts a model of so many values: the aggregate of the first comes down while
     the others go up, and each fragment costs its heads."""
@@ -206,11 +214,7 @@ class RunSettings:
             if steps > _MOST_STEPS:
                 raise ConfigError(f"{name} must be at most {_MOST_STEPS:,}, got {steps}")
         for name, (least, most) in _RANGES.items():
-            value = getattr(self, name)
-            if not value >= least:  # NaN neither
-                raise ConfigError(f"{name} must be at least {least:g}, got {value}")
-            if value > most:
-                raise ConfigError(f"{name} must be at most {most:,}, got {value}")
+            require(name, getattr(self, name), least, most)
         if not 0 < self.elastic <= 1:
             raise ConfigError(f"elastic is a share, in 0 < elastic <= 1, got {self.elastic:g}")
         choices = {

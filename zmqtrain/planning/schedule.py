@@ -28,6 +28,7 @@ from zmqtrain.codecs.base import Coding, coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import plan_payload
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import require
 from zmqtrain.core.types import LeafSpec, ModelSpec
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Message, Publish
@@ -184,8 +185,7 @@ class Load:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "fragments", "shards"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            require(name, getattr(self, name), 1)
         for name in ("step_seconds", "node_rate", "hub_rate"):
             if not (getattr(self, name) > 0 and isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} must be a positive number, got {getattr(self, name)}")
