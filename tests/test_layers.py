@@ -32,7 +32,7 @@ FLOORS = {
 
 JAX_ROOMS = ("train/*", "pipeline/stage.py", "programs/*", "codecs/*_jax.py", "sim/program.py")
 LIVE = (
-    *(f"collectives/{name}.py" for name in ("group_connection", "mesh", "routes")),
+    *(f"collectives/{name}.py" for name in ("group_connection", "mesh")),
     *(f"parameter_server/{name}.py" for name in ("parameter_client", "server_connections")),
 )
 """Files that have a thread, a socket or a loop, in rooms whose other files have none."""

@@ -227,7 +227,7 @@ class Tree:
             leaf.rebuild(part.reshape(shape.shape))
             for leaf, part, shape in zip(self.leaves, self._parts(packed), self.shapes, strict=True)
         ]
-        return _build(self.structure, made)
+        return _replace_leaves(self.structure, made.__getitem__)
 
     def _parts(self, packed: Sequence[NDArray[Any]]) -> Iterator[NDArray[Any]]:
         at = {dtype: (flat, 0) for dtype, flat in zip(self.sizes(), packed, strict=True)}
@@ -322,12 +322,12 @@ def _sorted(inside: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return sorted(inside, key=itemgetter(0))
 
 
-def _build(structure: Any, leaves: Sequence[Any]) -> Any:
-    if structure is None:
-        return None
-    if isinstance(structure, int):
-        return leaves[structure]
-    return like(structure, [_build(child, leaves) for _, child in children(structure) or ()])
+def _replace_leaves(node: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return a tree like this one with leaf(x) for each leaf x; None stays None."""
+    inside = children(node)
+    if node is None or inside is None:
+        return None if node is None else leaf(node)
+    return like(node, [_replace_leaves(child, leaf) for _, child in inside])
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -342,21 +342,16 @@ def read_tree(text: str) -> Tree:
     if (found := _VALUE.fullmatch(text)) is not None:
         return _tree_of_value(_NOTHING, read_leaf(f"uint8{found[1]}"), text)
     shapes: list[LeafShape] = []
-    structure = _read(_literal(text) if text[:1] in "[({N" else text, shapes)
-    leaf = Leaf(_NOTHING, _scalar)
-    return Tree((leaf,) * len(shapes), tuple(shapes), text, structure)
 
-
-def _read(node: Any, shapes: list[LeafShape]) -> Any:
-    if node is None:
-        return None
-    if isinstance(node, str):
+    def read(node: Any) -> int:
+        if not isinstance(node, str):
+            raise FramingError(f"a tree of arrays with {type(node).__name__} in it")
         shapes.append(read_leaf(node))
         return len(shapes) - 1
-    inside = children(node)
-    if inside is None:
-        raise FramingError(f"a tree of arrays with {type(node).__name__} in it")
-    return like(node, [_read(child, shapes) for _, child in inside])
+
+    structure = _replace_leaves(_literal(text) if text[:1] in "[({N" else text, read)
+    leaf = Leaf(_NOTHING, _scalar)
+    return Tree((leaf,) * len(shapes), tuple(shapes), text, structure)
 
 
 def _literal(text: str) -> Any:

@@ -245,7 +245,6 @@ class Calls:
             self._failed = {n: failed for n, failed in self._failed.items() if n > kept}
 
     def fail(self, error: ZmqTrainError) -> None:
-        """End all calls with this error."""
         for call in self.pending:
             self._end(call, error)
         self._calls.clear()

@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial, update_wrapper
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -60,7 +60,7 @@ from zmqtrain.collectives.arrays import (
 )
 from zmqtrain.collectives.calls import Phase, Phases, what_calls_share
 from zmqtrain.collectives.costs import LARGEST_CHUNK_BYTES, choose_algorithm, choose_chunk_bytes
-from zmqtrain.collectives.group import GRACE_SECONDS, Answers, Endpoint, Group, Request, Result
+from zmqtrain.collectives.group import GRACE_SECONDS, Answers, CommunicatorStatistics, Endpoint, Group, Request, Result
 from zmqtrain.collectives.matching import (
     ANY_SOURCE,
     ANY_TAG,
@@ -94,27 +94,6 @@ class Message:
 
     status: Status
     envelope: Envelope
-
-
-@dataclass(frozen=True)
-class CommunicatorStatistics:
-    """Running figures of a communicator.
-
-    bytes: of messages with their heads; values: bytes of arrays alone.  relayed: ranks that the hub passes messages to.
-    """
-
-    bytes_sent: int
-    bytes_received: int
-    messages_sent: int
-    messages_received: int
-    values_sent: int
-    values_received: int
-    relayed: tuple[int, ...]
-
-    @property
-    def messages(self) -> int:
-        """Messages both ways."""
-        return self.messages_sent + self.messages_received
 
 
 Op = str | Function | Reduction
@@ -210,10 +189,10 @@ class Communicator:
 
     def statistics(self) -> CommunicatorStatistics:
         """Return the running figures."""
-        moved, of_port = self._group.traffic, getattr(self._endpoint.port, "statistics", None)
+        of_port = getattr(self._endpoint.port, "statistics", None)
         relayed = tuple(of_port().relayed) if of_port is not None else ()
         ranks = tuple(self._group.members.index(rank) for rank in relayed if rank in self._group.members)
-        return CommunicatorStatistics(**asdict(moved), relayed=ranks)
+        return replace(self._group.traffic, relayed=ranks)
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received, with heads."""

@@ -224,15 +224,24 @@ _LONGEST_REASON = 400
 
 
 @dataclass(slots=True)
-class Traffic:
-    """What a communicator has moved. bytes: of messages with their heads; values: bytes of arrays alone."""
+class CommunicatorStatistics:
+    """Running figures of a communicator.
 
-    messages_sent: int = 0
-    messages_received: int = 0
+    bytes: of messages with their heads; values: bytes of arrays alone.  relayed: ranks that the hub passes messages to.
+    """
+
     bytes_sent: int = 0
     bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
     values_sent: int = 0
     values_received: int = 0
+    relayed: tuple[int, ...] = ()
+
+    @property
+    def messages(self) -> int:
+        """Messages both ways."""
+        return self.messages_sent + self.messages_received
 
     def count_sent(self, size: int, values: int) -> None:
         self.messages_sent += 1
@@ -268,7 +277,7 @@ class Group:
         self.context, self.members, self.size, self.rank, self.names = context, members, len(members), rank, names
         self.endpoint = endpoint
         self.others = [other for other in range(self.size) if other != rank]
-        self.traffic = Traffic()
+        self.traffic = CommunicatorStatistics()
         self.broken: ZmqTrainError | None = None
         self.calls = Calls(self.rank, self.size, self)
         self.matching = Matching(self.rank, self)
@@ -288,7 +297,6 @@ class Group:
     # ------------------------------------------------------------------ what this rank asks for
 
     def begin(self, request: Request[Any], text: str, phases: Phases, confirm: bool, operation: str) -> None:
-        """Make the next collective call."""
         if self.broken is not None:
             request.complete(self.broken)
             return
@@ -349,7 +357,6 @@ class Group:
     # ------------------------------------------------------------------ received messages
 
     def hear(self, source: int, head: Head, values: memoryview | None) -> None:
-        """Take a message of another rank in."""
         kind = head.kind
         try:
             if kind == Kind.BROKEN:
@@ -384,7 +391,6 @@ class Group:
             self.break_off(self.lost(rank, why))
 
     def on_tick(self, now: float) -> None:
-        """Let time pass."""
         if self.broken is None:
             self.calls.tick(now)
             self.settle()
@@ -630,7 +636,6 @@ class Endpoint:
         self._differed.add(context)
 
     def retire(self, group: Group) -> None:
-        """Hear nothing more of a communicator."""
         self._groups.pop(group.context, None)
         self._over.add(group.context)
 

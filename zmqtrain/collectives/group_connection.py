@@ -98,7 +98,6 @@ class _Stream:
             self.session.send_bulk(message, frames)
 
     def arrived(self, key: int, messages: int = 1) -> None:
-        """Make room for messages that have arrived."""
         self.window.remove(key, messages)
         self.pump()
 
@@ -109,13 +108,11 @@ class _Stream:
         self.pump()
 
     def clear(self) -> None:
-        """Drop all messages that wait."""
         self._waiting.clear()
         self.moved.open()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or is in flight."""
         return not (self._waiting or self.window.count())
 
 
@@ -274,7 +271,6 @@ class GroupConnection(NullListener):
         return self._messages_heard > before
 
     def send(self, message: Message) -> None:
-        """Send a control message to the hub, if it is there."""
         if self.there:
             self.session.send(message)
 
@@ -290,7 +286,6 @@ class GroupConnection(NullListener):
             self._relays.send(rank, size, Relay(rank, size), frames)
 
     def forget(self, rank: int) -> None:
-        """Drop the messages to a rank that is lost."""
         self._relays.forget(rank)
 
     def reduce(self, chunk: HubChunk, frames: Sequence[Buffer], size: int) -> None:

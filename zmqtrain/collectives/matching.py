@@ -200,7 +200,6 @@ class Matching:
 
     @property
     def waiting(self) -> list[Transfer]:
-        """All that has not ended."""
         return [*self._sending.values(), *self._posted, *self._probing, *self._filling.values()]
 
     @property
@@ -281,7 +280,6 @@ class Matching:
             self._say(envelope.source, Head(Kind.TAKE, number=envelope.number, flag=CLOSING))
 
     def fail(self, error: ZmqTrainError) -> None:
-        """End everything with this error."""
         for transfer in self.waiting:
             self._forget(transfer)
             self._end(transfer, error)

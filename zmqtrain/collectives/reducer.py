@@ -167,7 +167,6 @@ class Reducers:
                 self._relays.forward(combine.peers[rank], answer, [*own, values], sent)
 
     def discard(self, generation: int) -> None:
-        """Forget what a group has not finished."""
         self._groups.pop(generation, None)
 
 
@@ -211,7 +210,6 @@ class Relays:
         self.pump(peer)
 
     def pump(self, peer: PeerId) -> None:
-        """Send what there is room for."""
         waiting = self._waiting.get(peer)
         while waiting and self._downlink.forward(peer, waiting[0][0]):
             _, sent = waiting.popleft()
@@ -226,5 +224,4 @@ class Relays:
             self.pump(peer)
 
     def forget(self, peer: PeerId) -> None:
-        """Drop what waits for a peer that is gone."""
         self._waiting.pop(peer, None)

@@ -24,56 +24,42 @@ MAX_TEXT_BYTES = 1 << 20
 COPIED_BELOW_BYTES = 64 << 10
 """A port copies smaller frames when they are sent: then nobody has to wait until they have arrived."""
 
-
 CONFIRM = 0x80
 
 
 class Kind(IntEnum):
-    """What a message says. context: which communicator of the port is meant.
+    """What a message says. context: which communicator of the port is meant."""
 
-    Of collective number `number`:
-    PART       values of a Send of `size` bytes, from byte `place` on; digest: of the sender's call; flag: the dtype,
-               and CONFIRM where the sender waits to hear that the receiver's call has taken all; to the hub, which
-               sends the head back with the reduced values, text: the operation
-    CONSUMED   `size` bytes of what came of it from this rank have been taken
-    CALLED     text: the sender's call of that number; compare it with your own
-    WAITING    text: the sender's call of that number, in which it waits for `place`; compare, and answer with DOING
-    DOING      number: of the sender's last call; text: what it did last
-    FAILED     text: why the caller's operation failed on the sender, which has ended this call; digest: of that call
-    Of everything:
-    BROKEN     the communicator is of no use any more. flag 0: rank `place` is lost; 1: calls differ; text: why
-    LEAVING    the sender closes the communicator: nothing comes from it after this; text: the exception that ended its
-               work, if one did
-    SURVIVORS  text: the ranks that the sender knows to be lost, and how often calls differed: who goes on after a loss
-    Of message `number` from one rank to another, place: its tag, size: its bytes:
-    EAGER      text: what it is; its values are here
-    OFFER      text: what it is; the values wait until it is taken
-    TAKE       answer to OFFER: send the values; flag 1: it does not fit (text: why), flag 2: the receiver closes its
-               communicator: send nothing
-    PIECE      values of it, from byte `place` on
-    TAKEN      `size` bytes of it have been taken
-    RETURNED   `size` bytes of EAGER messages have been taken, in all
-    WITHDRAW   the sender of OFFER wants it back
-    WITHDRAWN  flag 1: it has it back; 0: it was taken before
-    """
-
+    # Of collective number `number`:
     PART = 1
-    CONSUMED = 2
-    CALLED = 3
-    WAITING = 4
-    DOING = 5
-    BROKEN = 6
+    """Values of a Send of `size` bytes, from byte `place` on; digest: of the sender's call; flag: the dtype, and
+    CONFIRM where the sender waits to hear that the receiver's call has taken all; to the hub, which sends the head back
+    with the reduced values, text: the operation."""
+    CONSUMED = 2  # `size` bytes of what came of it from this rank have been taken
+    CALLED = 3  # text: the sender's call of that number; compare it with your own
+    WAITING = 4  # text: the sender's call of that number, in which it waits for `place`; compare, and answer with DOING
+    DOING = 5  # number: of the sender's last call; text: what it did last
+    FAILED = (
+        17  # text: why the caller's operation failed on the sender, which has ended this call; digest: of that call
+    )
+    # Of everything:
+    BROKEN = 6  # the communicator is of no use any more. flag 0: rank `place` is lost; 1: calls differ; text: why
     LEAVING = 7
+    """The sender closes the communicator: nothing comes from it after this; text: the exception that ended its work, if
+    one did."""
     SURVIVORS = 8
-    EAGER = 9
-    OFFER = 10
+    """text: the ranks that the sender knows to be lost, and how often calls differed: who goes on after a loss."""
+    # Of message `number` from one rank to another, place: its tag, size: its bytes:
+    EAGER = 9  # text: what it is; its values are here
+    OFFER = 10  # text: what it is; the values wait until it is taken
     TAKE = 11
-    PIECE = 12
-    TAKEN = 13
-    RETURNED = 14
-    WITHDRAW = 15
-    WITHDRAWN = 16
-    FAILED = 17
+    """Answer to OFFER: send the values; flag 1: it does not fit (text: why), flag 2: the receiver closes its
+    communicator: send nothing."""
+    PIECE = 12  # values of it, from byte `place` on
+    TAKEN = 13  # `size` bytes of it have been taken
+    RETURNED = 14  # `size` bytes of EAGER messages have been taken, in all
+    WITHDRAW = 15  # the sender of OFFER wants it back
+    WITHDRAWN = 16  # flag 1: it has it back; 0: it was taken before
 
 
 class Head(NamedTuple):
