@@ -20,6 +20,7 @@ from typing import Any
 from zmqtrain.broker import admin as admin_room
 from zmqtrain.broker import broker as broker_room
 from zmqtrain.broker import core as core_room
+from zmqtrain.broker import deltas as deltas_room
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, CodecError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Lane, PeerId
@@ -146,7 +147,7 @@ class _Noted(logging.Handler):
 def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     """Give the broker's rooms this clock and jobs without a thread (which `made` then holds), and note what it logs as
     an exception."""
-    rooms = (broker_room, core_room, admin_room, downlink_room, parameters_room)
+    rooms = (broker_room, core_room, deltas_room, admin_room, downlink_room, parameters_room)
     before = [(room, name, getattr(room, name)) for room in rooms for name in ("time", "clock") if hasattr(room, name)]
     jobs, noted = CodecExecutor, _Noted()
     logger = logging.getLogger(core_room.__name__)

@@ -12,7 +12,7 @@ import numpy as np
 from tests.broker.wires import MODEL, lived
 from tests.protocol.said import EXAMPLES
 from zmqtrain.averaging.coder import DENSE
-from zmqtrain.broker import broker as receiver
+from zmqtrain.broker import deltas as receiver
 from zmqtrain.core.types import Lane
 from zmqtrain.protocol import limits
 from zmqtrain.protocol.framing import encode_message
@@ -84,7 +84,7 @@ def test_heads_of_a_megabyte_of_every_kind_are_not_read_and_cost_nobody_else(mon
 
 def test_a_peer_whose_messages_take_the_loops_time_is_shown_out_and_nothing_more_of_it_is_read(monkeypatch, caplog):
     seconds = iter(range(10**9))
-    monkeypatch.setattr(receiver.time, "thread_time", lambda: 0.02 * next(seconds))
+    monkeypatch.setattr(type(receiver.clock), "thread_time", lambda clock: 0.02 * next(seconds))
 
     async def story(peers):
         await peers.join("b#1")

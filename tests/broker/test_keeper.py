@@ -261,7 +261,6 @@ def test_a_checkpoint_that_is_due_while_the_last_one_is_written_is_written_after
 
 
 def test_a_broker_that_ends_waits_for_a_slow_write_and_keeps_its_folder_until_then(tmp_path, monkeypatch):
-    monkeypatch.setattr(background_writer.BackgroundWriter.wait, "__defaults__", (0.01,))
     go_on, save = threading.Event(), RunFolder.save
     run = Run(tmp_path, Every(versions=1))
     run.found()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.broker import broker as receiver_room
-from zmqtrain.broker.broker import Receiver
+from zmqtrain.broker import deltas as receiver_room
+from zmqtrain.broker.deltas import Receiver
 from zmqtrain.core.types import Lane, PeerId
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat

@@ -12,9 +12,10 @@ from random import Random
 import numpy as np
 import pytest
 
+from zmqtrain.broker import checkpoint as of_broker
+from zmqtrain.broker.checkpoint import RunFolder, read_journal
 from zmqtrain.checkpoint import files
 from zmqtrain.checkpoint.files import describe_difference, read_arrays, write_arrays
-from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CheckpointError
 
 
@@ -40,13 +41,17 @@ def keep_journal(folder, *versions):
         folder.journal.append(b"record %d" % version)
 
 
+def records(folder):
+    return [record for path in sorted(folder.folder.glob("journal-*.log")) for record in read_journal(path)]
+
+
 def names(path):
     return sorted(entry.name for entry in path.iterdir())
 
 
 @pytest.fixture
 def folder(tmp_path):
-    made = CheckpointFolder(tmp_path / "run")
+    made = RunFolder(tmp_path / "run")
     yield made
     made.close()
 
@@ -124,13 +129,13 @@ def test_a_disk_that_is_full_leaves_the_old_one(folder, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path):
     (tmp_path / "file").write_text("")
-    blocked = CheckpointFolder(tmp_path / "file")
+    blocked = RunFolder(tmp_path / "file")
     for attempt in (lambda: save(blocked, 1), lambda: blocked.begin_journal(1), blocked.lock):
         with pytest.raises(CheckpointError, match="cannot write"):
             attempt()
     (tmp_path / "run" / "checkpoint-000000000001.safetensors.part").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="cannot write"):
-        save(CheckpointFolder(tmp_path / "run"), 1)
+        save(RunFolder(tmp_path / "run"), 1)
 
 
 def test_only_the_newest_stay_and_the_journals_that_they_need(folder):
@@ -143,7 +148,7 @@ def test_only_the_newest_stay_and_the_journals_that_they_need(folder):
 
 
 def test_what_could_not_be_read_neither_counts_nor_comes_back(tmp_path, caplog):
-    folder = CheckpointFolder(tmp_path, keep=1)
+    folder = RunFolder(tmp_path, keep=1)
     save(folder, 9)
     keep_journal(folder, 10, 11)
     (tmp_path / "checkpoint-000000000009.safetensors").write_bytes(b"torn")
@@ -152,7 +157,7 @@ def test_what_could_not_be_read_neither_counts_nor_comes_back(tmp_path, caplog):
     assert folder.load()[0]["version"] == 5
     assert "checkpoint-000000000009.safetensors aside" in caplog.text
     keep_journal(folder, 6, 7)
-    assert list(folder.records()) == [b"record 6", b"record 7"], "10 and 11 are of another past"
+    assert records(folder) == [b"record 6", b"record 7"], "10 and 11 are of another past"
     folder.close()
 
 
@@ -160,7 +165,7 @@ def test_what_is_newer_than_where_a_run_begins_again_is_dropped(folder):
     save(folder, 4, 8, 12)
     keep_journal(folder, 9, 10), keep_journal(folder, 13)
     folder.forget_after(8)
-    assert folder.good_versions() == (4, 8) and list(folder.records()) == []
+    assert folder.good_versions() == (4, 8) and records(folder) == []
 
 
 def test_what_others_put_in_the_folder_is_left_alone(folder):
@@ -193,8 +198,8 @@ def test_a_second_process_is_told_who_has_the_folder(folder):
     program = (
         "import sys; from pathlib import Path\n"
         "from zmqtrain.core.errors import CheckpointError\n"
-        "from zmqtrain.checkpoint.folder import CheckpointFolder\n"
-        "try: CheckpointFolder(Path(sys.argv[1])).lock()\n"
+        "from zmqtrain.broker.checkpoint import RunFolder\n"
+        "try: RunFolder(Path(sys.argv[1])).lock()\n"
         "except CheckpointError as error: print(error)\n"
         "else: print('taken')\n"
     )
@@ -222,19 +227,19 @@ def test_a_record_for_which_there_was_no_room_is_taken_back_and_can_be_tried_aga
         full.setattr(files.os, "write", nearly_full)
         with pytest.raises(CheckpointError, match=r"cannot write the journal .*No space left"):
             folder.journal.append(b"record 2")
-    assert list(folder.records()) == [b"record 1"]
+    assert records(folder) == [b"record 1"]
     folder.journal.append(b"record 2")
-    assert list(folder.records()) == [b"record 1", b"record 2"]
+    assert records(folder) == [b"record 1", b"record 2"]
 
 
 def test_a_journal_that_cannot_be_begun_leaves_the_one_before_as_it_was(folder, monkeypatch):
     keep_journal(folder, 1)
     with monkeypatch.context() as full:
-        full.setattr(files, "sync_folder", lambda path: os.close(os.open(path / "none", os.O_RDONLY)))
+        full.setattr(of_broker, "sync_folder", lambda path: os.close(os.open(path / "none", os.O_RDONLY)))
         with pytest.raises(CheckpointError, match="cannot write to"):
             folder.begin_journal(5)
     folder.journal.append(b"record 2")
-    assert list(folder.records()) == [b"record 1", b"record 2"]
+    assert records(folder) == [b"record 1", b"record 2"]
 
 
 def test_a_difference_of_settings_is_named_with_both_values():
@@ -251,5 +256,5 @@ def test_a_lock_that_is_no_file_is_refused_and_what_it_names_is_left_alone(tmp_p
     else:
         os.mkfifo(tmp_path / "lock")
     with pytest.raises(CheckpointError, match=r"lock is .* remove it"):
-        CheckpointFolder(tmp_path).lock()
+        RunFolder(tmp_path).lock()
     assert (tmp_path / "precious").read_text() == "all my work"

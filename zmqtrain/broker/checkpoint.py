@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import secrets
+import struct
 import threading
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan, prod
@@ -18,7 +22,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.checkpoint.background_writer import BackgroundWriter
-from zmqtrain.checkpoint.files import describe_difference, open_arrays, write_arrays
+from zmqtrain.checkpoint.files import describe_difference, open_arrays, sync_folder, write_arrays
 from zmqtrain.checkpoint.folder import CheckpointFolder, Every, is_locked
 from zmqtrain.checkpoint.model_files import (
     ModelFacts,
@@ -43,6 +47,9 @@ JournalRecord = tuple[Released, tuple[tuple[str, int], ...], int]
 """A release, the publishes in it as (peer, sequence), and the number of their samples."""
 
 
+_HEAD = struct.Struct("<II")
+
+
 class _Release(msgspec.Struct, array_like=True, frozen=True):
     version: int
     codec: str
@@ -58,8 +65,87 @@ def model_arrays(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
+class Journal:
+    """A new journal in place of what may be there: a file of records, each whole or absent. Raises CheckpointError.
+
+    What was appended survives the death of this process, not a loss of power: to wait for the disk at every record
+    would cost an aggregate as long as the disk takes. Its name in the folder survives that too. A record that did not
+    fit is taken back, so that the next try goes on behind the last good one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._good = path, 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: int | None = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+            )
+            try:
+                sync_folder(path.parent)
+            except BaseException:
+                self.close()
+                raise
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {path.parent}: {error}") from error
+
+    def append(self, body: bytes) -> None:
+        """Write one record. Raises CheckpointError; nothing of it is there then, and it may be tried again."""
+        assert self._file is not None, "a journal that is closed takes nothing"
+        left = memoryview(_HEAD.pack(len(body), zlib.crc32(body)) + body)
+        whole = self._good + len(left)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._good)
+            os.lseek(self._file, self._good, os.SEEK_SET)
+            raise CheckpointError(f"cannot write the journal {self.path}: {error}") from error
+        self._good = whole
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def read_journal(path: Path) -> Iterator[bytes]:
+    """Yield the records of a journal in order, up to the first that is torn. Raises OSError."""
+    data = memoryview(path.read_bytes())
+    while data:
+        length, crc = _HEAD.unpack(data[: _HEAD.size]) if len(data) >= _HEAD.size else (0, -1)
+        body = data[_HEAD.size : _HEAD.size + length]
+        if len(body) < length or zlib.crc32(body) != crc:
+            logger.warning("the journal %s ends in a torn record; what is before it counts", path)
+            return
+        yield bytes(body)
+        data = data[_HEAD.size + length :]
+
+
 class RunFolder(CheckpointFolder):
-    """The folder of one broker's run: its checkpoints, and the releases after the newest."""
+    """The folder of one broker's run: its checkpoints, and the releases after the newest.
+
+    journal: of the releases after a checkpoint; None: none has begun, or it has ended.
+    """
+
+    journal: Journal | None = None
+
+    def close(self) -> None:
+        """Close the journal, and give the folder back."""
+        self.end_journal()
+        super().close()
+
+    def begin_journal(self, version: int) -> None:
+        """Start the journal of the releases after `version`. Raises CheckpointError; the one before then goes on."""
+        journal = Journal(self.folder / f"journal-{version:012d}.log")
+        self.end_journal()
+        self.journal = journal
+
+    def end_journal(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = None
 
     def release(self, record: JournalRecord) -> None:
         """Write one release to the journal, if there is one. Raises CheckpointError; it may be tried again."""
@@ -74,7 +160,7 @@ class RunFolder(CheckpointFolder):
 
         Raises CheckpointError for a whole record that is no release.
         """
-        for body in self.records():
+        for body in (body for _, path in self._journals() for body in read_journal(path)):
             try:
                 one = msgspec.msgpack.decode(body, type=_Release)
                 if len(one.fragments) != len(one.frames):

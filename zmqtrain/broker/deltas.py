@@ -1,11 +1,13 @@
-"""Deltas and versions of a broker's run: uploads checked, added and released; the run founded, saved, taken back.
+"""The way of a broker's messages and deltas: received, checked, added and released; the run founded, saved, taken back.
 
 The codec thread owns the arrays.  A job that fails for a reason of our own ends the broker (`CodecExecutor`).
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from collections.abc import Sequence
 from math import isfinite, nan
 from typing import Any
@@ -17,11 +19,13 @@ from zmqtrain.broker.checkpoint import Keeper
 from zmqtrain.broker.core import BrokerCore, EffectHandlers, MessageHandlers
 from zmqtrain.broker.snapshots import SnapshotService
 from zmqtrain.broker.standby import StandbyService
-from zmqtrain.core.errors import CodecError, ConfigError, FramingError
-from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
+from zmqtrain.core.errors import ChannelClosed, CodecError, ConfigError, FramingError, RemoteProtocolError
+from zmqtrain.core.types import Buffer, Lane, ModelSpec, PeerId, Version, count_values
+from zmqtrain.parameter_server.parameters import Parameters
 from zmqtrain.protocol.effects import (
     Accumulate,
     Average,
+    Consult,
     Expect,
     Found,
     Lend,
@@ -31,8 +35,31 @@ from zmqtrain.protocol.effects import (
     Rewind,
     TakeBack,
 )
-from zmqtrain.protocol.messages import Announcement, Publish, Snapshot
-from zmqtrain.session.environment import spawn
+from zmqtrain.protocol.fencing import Verdict
+from zmqtrain.protocol.framing import ProtocolVersionError, open_head, read_fields
+from zmqtrain.protocol.limits import (
+    FAULT_SECONDS,
+    LOOP_SHARE,
+    MESSAGES_PER_SECOND,
+    Hearing,
+    LoopBudgets,
+    MessageRates,
+    cost_of,
+)
+from zmqtrain.protocol.messages import (
+    Announcement,
+    Chunk,
+    Credit,
+    Initialise,
+    Probe,
+    Publish,
+    Push,
+    ReduceChunk,
+    Refused,
+    Relay,
+    Snapshot,
+)
+from zmqtrain.session.environment import clock, spawn
 from zmqtrain.strategies.norms import Judgement
 
 Frames = Sequence[Buffer]
@@ -158,6 +185,129 @@ class PendingUploads:
 def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
     """Return the key of a pending upload; a transfer's number may be used again, a sequence may not."""
     return peer, announcement.sequence if isinstance(announcement, Publish) else -1
+
+
+class _Collecting:
+    """CPU seconds that the garbage collector has taken in the thread that made this."""
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+        self._thread = threading.get_ident()
+
+    def note(self, phase: str, facts: object) -> None:
+        """Count the time of a collection: one of `gc.callbacks`."""
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._began = clock.thread_time()
+        else:
+            self.seconds += clock.thread_time() - self._began
+
+
+class Receiver:
+    """Receives messages and gives each to the service that handles its type; the others go to the hub.
+
+    Rule 1: a peer that breaks the protocol is expelled.  Rule 2: a peer that sends too many messages, or whose messages
+    take too much of this loop's time, is disconnected, and its queued messages are dropped unread.
+    rates, budgets: of each peer's messages, and of the time that they take.  bytes_received: payload and heads.
+    """
+
+    def __init__(self, core: BrokerCore, uploads: PendingUploads, parameters: Parameters) -> None:
+        self._core, self._channel, self._hub, self._downlink = core, core.channel, core.hub, core.downlink
+        self._uploads, self._parameters = uploads, parameters
+        self.messages: MessageHandlers = {Chunk: self._chunk, Credit: self._credit}
+        self.effects: EffectHandlers = {Consult: lambda effect: parameters.take(effect.peer, effect.request)}
+        self.rates, self.budgets = MessageRates(), LoopBudgets()
+        self._collecting = _Collecting()
+        self.bytes_received = 0
+
+    async def receive_forever(self) -> None:
+        gc.callbacks.append(self._collecting.note)
+        try:
+            await self._receive()
+        finally:
+            gc.callbacks.remove(self._collecting.note)
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                peer, lane, frames = await self._channel.receive()
+            except ChannelClosed:
+                return
+            self.bytes_received += sum(len(frame) for frame in frames)
+            if not self._is_heard(peer, lane):
+                continue
+            began, fault = self._own_time(), 0.0
+            try:
+                self._take(peer, lane, frames)
+            except ProtocolVersionError as error:
+                self._downlink.send(peer, Refused("protocol", str(error)))
+            except (FramingError, RemoteProtocolError) as error:
+                fault = FAULT_SECONDS
+                self._core.expel(peer, error)
+            except Exception as error:  # a bug of ours on this message costs its sender, not the run
+                fault = FAULT_SECONDS
+                self._core.log.message_failed(peer)
+                self._core.expel(peer, error)
+            self._count_time(peer, cost_of(self._own_time() - began, len(frames[0])) + fault)
+
+    def _own_time(self) -> float:
+        """Return the CPU seconds of this thread without those of Python's garbage collector, which no peer causes."""
+        return clock.thread_time() - self._collecting.seconds
+
+    def _is_heard(self, peer: PeerId, lane: Lane) -> bool:
+        """Return whether a message is read; a peer that sends too many is disconnected, and may come back."""
+        now = self._core.now()
+        if not self.budgets.is_heard(peer, now):
+            self._channel.dismiss(peer)  # again, on a new connection
+            return False
+        hearing = Hearing.HEARD if lane is Lane.BULK else self.rates.take(peer, now)
+        if hearing is Hearing.TOO_MANY:
+            self._disconnect(peer, f"it says more than {MESSAGES_PER_SECOND:.0f} messages a second, for long")
+        return hearing is Hearing.HEARD
+
+    def _count_time(self, peer: PeerId, seconds: float) -> None:
+        if self.budgets.take(peer, seconds, self._core.now()):
+            self._disconnect(peer, f"its messages take more than {LOOP_SHARE:.0%} of the broker's time, for long")
+
+    def _disconnect(self, peer: PeerId, text: str) -> None:
+        self._core.reconnect(peer, text)
+        self._channel.dismiss(peer)
+
+    def _take(self, peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
+        now, head = self._core.now(), open_head(frames[0])
+        if (instead := self._hub.screen(peer, head.stamp, head.kind, len(frames[0]))) is not None:
+            return self._core.carry_out(instead)
+        message = read_fields(head)
+        if (instead := self._hub.judge(peer, head.stamp, message, now, lane is Lane.CONTROL)) is not None:
+            return self._core.carry_out(instead)
+        self._core.behind = frames[1:]
+        try:
+            if not isinstance(message, Chunk):
+                size = sum(len(frame) for frame in frames)
+                if isinstance(message, Probe | Relay | ReduceChunk) and size != len(frames[0]) + message.size:
+                    raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
+                self._downlink.uploads.pay(size)
+            self._core.messages.get(type(message), self._core.receive)(peer, message, now)
+        finally:
+            self._core.behind = ()
+
+    def _credit(self, peer: PeerId, credit: Credit, now: float) -> None:
+        self._hub.saw(peer, now)
+        self._downlink.acknowledged(peer, credit)
+        self._parameters.go_on(peer)
+
+    def _chunk(self, peer: PeerId, chunk: Chunk, now: float) -> None:
+        if len(self._core.behind) != 1:
+            raise FramingError("a chunk is a head and one frame")
+        self._hub.saw(peer, now)
+        if self._downlink.uploads.has_chunk(peer, chunk):
+            return self._hub.fence.count(Verdict.DUPLICATE)
+        if (whole := self._downlink.uploads.take_chunk(peer, chunk, self._core.behind[0])) is not None:
+            if isinstance(whole[0], Initialise | Push):
+                self._parameters.whole(peer, whole[0], whole[1])
+            else:
+                self._uploads.arrived(peer, *whole)
 
 
 class ReleasePipeline:

@@ -14,14 +14,14 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from zmqtrain.checkpoint.files import Journal, read_arrays, read_journal, sync_folder, write_arrays
+from zmqtrain.checkpoint.files import read_arrays, sync_folder, write_arrays
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.specs import parse_duration
 
@@ -102,7 +102,7 @@ def is_locked(folder: Path) -> bool:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run, and the journal of what came after the newest. keep: how many checkpoints stay.
+    """The checkpoints of one run. keep: how many stay. Journals of a broker beside them are dropped with them.
 
     Reading and writing need no `lock`; who lives in the folder takes it first.
     """
@@ -111,8 +111,6 @@ class CheckpointFolder:
         self.folder, self.keep = folder, keep
         self.skipped = -1
         """The version of the newest checkpoint that `load` could not read, -1 if it read them all."""
-        self.journal: Journal | None = None
-        """Of the releases after a checkpoint; None: none has begun, or it has ended."""
         self._lock: int | None = None
 
     # ------------------------------------------------------------------ whose it is
@@ -158,8 +156,7 @@ class CheckpointFolder:
                     path.unlink()
 
     def close(self) -> None:
-        """Close the journal, and give the folder back."""
-        self.end_journal()
+        """Give the folder back."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -220,17 +217,6 @@ class CheckpointFolder:
         except OSError as error:
             raise CheckpointError(f"cannot set the checkpoints in {self.folder} aside: {error}") from error
 
-    def begin_journal(self, version: int) -> None:
-        """Start the journal of the releases after `version`. Raises CheckpointError; the one before then goes on."""
-        journal = Journal(self.folder / f"journal-{version:012d}.log")
-        self.end_journal()
-        self.journal = journal
-
-    def end_journal(self) -> None:
-        if self.journal is not None:
-            self.journal.close()
-            self.journal = None
-
     # ------------------------------------------------------------------ reading
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
@@ -283,8 +269,3 @@ class CheckpointFolder:
             else:
                 good.append(version)
         return tuple(good)
-
-    def records(self) -> Iterator[bytes]:
-        """Yield the records of all journals, oldest first; of each up to the first that is torn."""
-        for _, path in self._journals():
-            yield from read_journal(path)
