@@ -860,13 +860,13 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "`sync.step` with a leaf of another shape",
-            ("whose leaf w is float32[4,3], where it was float32[2,3]",),
+            ("the leaf w is float32[2,3] in the run and float32[4,3] on this node",),
             "Parameters keep their shapes for the whole run",
             call=lambda place: _sync(place.open, _params(), lambda sync: sync.step(OTHER_MODEL)),
         ),
         Mistake(
             "`sync.step` with another tree",
-            ("without the leaf w float32[2,3]", "the tree with which DelayedSync was made"),
+            ("the run's model has the leaf w float32[2,3]", "the tree with which DelayedSync was made"),
             "Give the parameters, not the optimizer's state or a part of them",
             call=lambda place: _sync(place.open, _params(), lambda sync: sync.step([np.zeros((2, 3), np.float32)])),
         ),
@@ -878,7 +878,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "`sync.step(None)`: the step's result was not returned",
-            ("came without the leaf w float32[2,3]",),
+            ("the run's model has the leaf w float32[2,3], this node's has none of that name",),
             "Return the parameters from your step",
             call=lambda place: _sync(place.open, _params(), lambda sync: sync.step(None)),
         ),

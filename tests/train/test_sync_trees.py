@@ -61,11 +61,11 @@ def test_what_is_no_node_is_refused_with_an_example():
 @pytest.mark.parametrize(
     ("given", "words", "leaf"),
     [
-        (lambda: [jnp.ones(3)], "without the leaf", ""),
-        (lambda: tree() | {"more": jnp.ones(2)}, r"with a further leaf more float32\[2\]", "more"),
+        (lambda: [jnp.ones(3)], "has the leaf b", "b"),
+        (lambda: tree() | {"more": jnp.ones(2)}, r"this node's model has the leaf more float32\[2\]", "more"),
         (
             lambda: {name: leaf[:1] for name, leaf in tree().items()},
-            r"whose leaf (b|w) is float32\[1.*\], where it was float32\[2",
+            r"the leaf (b|w) is float32\[2.*\] in the run and float32\[1",
             "",
         ),
         (lambda: tree() | {"b": "text"}, "the leaf b is no array", "b"),
@@ -89,7 +89,7 @@ def test_parameters_that_were_not_given_away_are_still_there():
 def test_a_newcomer_whose_parameters_have_another_shape_hears_so_at_its_first_step():
     exchange = ScriptedExchange(anchor=[Part(index, 0, np.asarray(leaf)) for index, leaf in enumerate(tree().values())])
     sync = DelayedSync(exchange, tree())
-    with pytest.raises(ModelMismatch, match="where it was"):
+    with pytest.raises(ModelMismatch, match="in the run and"):
         sync.step({name: leaf[:1] for name, leaf in tree().items()})
     assert sync.steps == 0
 

@@ -548,6 +548,21 @@ def pieces_of(segment: Array, leaf: jax.Array, cut: Cut | None) -> list[Array]:
     return [pieces[shard] for shard in shards]
 
 
+class Kernel(NamedTuple):
+    """What each device does with its shard of a leaf.
+
+    function: (grain, rows or None for all, the shard of the leaf, those of the other operands) -> a shard.  flat: what
+    it gives is a part of a segment; else a shard like the one that went in, in its memory with `donate`.
+    """
+
+    function: Callable[..., Any]
+    flat: bool = False
+    donate: bool = False
+
+
+Operands = Sequence[Sequence[Array]]
+
+
 class Home(NamedTuple):
     """Where a leaf lives. committed: tied to its devices, as jax has it; what is not follows what it meets."""
 
@@ -607,14 +622,14 @@ class SpreadLeaves:
         The sum is made in the wider of the two dtypes and rounded to the leaf's.  donate: the touched leaves' memory.
         """
         moving, pieces, cuts = self._meet(leaves, step, fragment)
-        return _replaced(leaves, dict(zip(step, self._run(_added, moving, [pieces], cuts, donate=donate), strict=True)))
+        return _replaced(leaves, dict(zip(step, self._run(ADD[donate], moving, [pieces], cuts), strict=True)))
 
     def _compile_add(self, leaves: Leaves, touched: Sequence[int], fragment: int, donate: bool) -> None:
         """Compile what `_add` needs to move these leaves together; nothing is moved."""
         spans = {i: self.layout.spans(i, fragment) for i in touched}
         still = {i: np.zeros(int(np.sum(span[:, 1] - span[:, 0])), np.float32) for i, span in spans.items()}
         moving, pieces, cuts = self._meet(leaves, still, fragment)
-        for compiled, arguments, _ in self._calls(_added, moving, [pieces], cuts, donate=donate):
+        for compiled, arguments, _ in self._calls(ADD[donate], moving, [pieces], cuts):
             compiled.lower(*arguments).compile()
 
     def _adopted(self, params: Leaves, anchor: Sequence[Any], new: Sequence[Array], own: Segments) -> Leaves:
@@ -646,17 +661,12 @@ class SpreadLeaves:
         return cut
 
     def _segments(
-        self,
-        kernel: _Kernel,
-        leaves: Sequence[jax.Array],
-        others: Sequence[Sequence[Array]],
-        touched: Sequence[int],
-        fragment: int,
+        self, kernel: Kernel, leaves: Leaves, others: Operands, touched: Sequence[int], fragment: int
     ) -> list[Any]:
         """Return what the kernel makes of a fragment's part of each leaf: a jax array where one device holds all of it
         (that one's own, where leaves are replicated), else a `Segment`."""
         cuts = [self._cut(leaf, i, fragment) for leaf, i in zip(leaves, touched, strict=True)]
-        stacks = self._run(kernel, leaves, others, cuts, flat=True)
+        stacks = self._run(kernel, leaves, others, cuts)
         return [segment_of(stack, leaf, cut) for stack, leaf, cut in zip(stacks, leaves, cuts, strict=True)]
 
     def _meet(
@@ -668,34 +678,15 @@ class SpreadLeaves:
         each = zip(moving, step.values(), cuts, strict=True)
         return moving, [group_of(leaf).send(pieces_of(segment, leaf, cut)) for leaf, segment, cut in each], cuts
 
-    def _run(
-        self,
-        kernel: _Kernel,
-        leaves: Sequence[jax.Array],
-        others: Sequence[Sequence[Array]],
-        cuts: Sequence[Cut | None],
-        *,
-        flat: bool = False,
-        donate: bool = False,
-    ) -> list[jax.Array]:
-        """Return what the kernel makes of each leaf and, behind it, the stacks of `others`, one of each per leaf.
-
-        flat: that is a stack of flat segments; else a leaf like the one that went in, in its memory with `donate`.
-        """
+    def _run(self, kernel: Kernel, leaves: Leaves, others: Operands, cuts: Sequence[Cut | None]) -> Leaves:
+        """Return what the kernel makes of each leaf and, behind it, the stacks of `others`, one of each per leaf."""
         made: dict[int, jax.Array] = {}
-        for compiled, arguments, members in self._calls(kernel, leaves, others, cuts, flat=flat, donate=donate):
+        for compiled, arguments, members in self._calls(kernel, leaves, others, cuts):
             made.update(zip(members, compiled(*arguments), strict=True))
-        return [made[i] if flat else unstacked(made[i], leaf) for i, leaf in enumerate(leaves)]
+        return [made[i] if kernel.flat else unstacked(made[i], leaf) for i, leaf in enumerate(leaves)]
 
     def _calls(
-        self,
-        kernel: _Kernel,
-        leaves: Sequence[jax.Array],
-        others: Sequence[Sequence[Array]],
-        cuts: Sequence[Cut | None],
-        *,
-        flat: bool = False,
-        donate: bool = False,
+        self, kernel: Kernel, leaves: Leaves, others: Operands, cuts: Sequence[Cut | None]
     ) -> Iterator[tuple[Any, tuple[Any, ...], list[int]]]:
         """Give, for the leaves of each group of devices, the jitted function, its arguments, and which they are."""
         groups: dict[Group, list[int]] = {}
@@ -708,7 +699,7 @@ class SpreadLeaves:
             rows = [None if cut is None else group.send(cut.rows) for cut in chosen]
             grains = tuple(None if cut is None else cut.grain for cut in chosen)
             scalars = tuple(tuple(stack.ndim == 0 for stack in operand) for operand in [stacks, *behind])
-            yield _jitted(kernel, group, grains, scalars, flat, donate), (stacks, behind, rows), members
+            yield _jitted(kernel, group, grains, scalars), (stacks, behind, rows), members
 
 
 class SpreadMoves(SpreadLeaves):
@@ -736,7 +727,7 @@ class SpreadMoves(SpreadLeaves):
     def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
         touched = self.layout.leaves(fragment)
         others = [stacked(anchor[i], group_of(anchor[i])) for i in touched]
-        kernel = _Ahead(1.0 if whole else self.elastic)
+        kernel = Kernel(_Ahead(1.0 if whole else self.elastic), flat=True)
         return self._segments(kernel, [params[i] for i in touched], [others], touched, fragment)
 
     def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
@@ -800,7 +791,7 @@ class HostMoves(SpreadLeaves):
         leaf = jnp.asarray(leaf)
         if self.layout.fragments == 1:
             return self._fetch(leaf).reshape(-1)
-        return self._segments(_taken, [leaf], [], [index], fragment)[0]
+        return self._segments(TAKE, [leaf], [], [index], fragment)[0]
 
 
 def _step(aggregate: Segments, own: Segments, fragment: int) -> Sequence[Array]:
@@ -812,10 +803,6 @@ def _step(aggregate: Segments, own: Segments, fragment: int) -> Sequence[Array]:
 
 
 # ---------------------------------------------------------------------- kernels: one shard of one leaf, on its device
-
-
-_Kernel = Callable[..., Any]
-"""(grain, rows or None for all, the shard of the leaf, those of the other operands) -> a shard."""
 
 
 def _rows_of(shard: jax.Array, grain: int, rows: jax.Array | None) -> jax.Array:
@@ -850,15 +837,12 @@ def _added(grain: int, rows: jax.Array | None, leaf: jax.Array, piece: jax.Array
     return values.at[rows].set(wanted, mode="drop", unique_indices=True, indices_are_sorted=True).reshape(leaf.shape)
 
 
+TAKE, ADD = Kernel(_taken, flat=True), (Kernel(_added), Kernel(_added, donate=True))
+"""ADD: by whether the leaf's memory may be used up."""
+
+
 @lru_cache(maxsize=KERNELS_KEPT)
-def _jitted(
-    kernel: _Kernel,
-    group: Group,
-    grains: tuple[int | None, ...],
-    scalars: tuple[tuple[bool, ...], ...],
-    flat: bool,
-    donate: bool,
-) -> Any:
+def _jitted(kernel: Kernel, group: Group, grains: tuple[int | None, ...], scalars: tuple[tuple[bool, ...], ...]) -> Any:
     """Return the kernel of several leaves, jitted for one group of devices, and compiled once.
 
     grains: per leaf, None where all of it is meant.  scalars: per operand and leaf, whether it is a single value.
@@ -866,14 +850,14 @@ def _jitted(
 
     def on_device(leaves: Leaves, others: list[Leaves], rows: list[jax.Array | None]) -> list[jax.Array]:
         each = zip(grains, rows, leaves, *others, strict=True)
-        return [kernel(grain or 1, chosen, *shards) for grain, chosen, *shards in each]
+        return [kernel.function(grain or 1, chosen, *shards) for grain, chosen, *shards in each]
 
     function: Callable[..., Any] = on_device
     if len(group.devices) > 1:
         first, *others = [[ALL_ALIKE if scalar else EACH_ITS_OWN for scalar in operand] for operand in scalars]
         rows = [None if grain is None else EACH_ITS_OWN for grain in grains]
-        made = [EACH_ITS_OWN] * len(first) if flat else first
+        made = [EACH_ITS_OWN] * len(first) if kernel.flat else first
         function = jax.shard_map(
             on_device, mesh=mesh_of(group.devices), in_specs=(first, others, rows), out_specs=made, check_vma=False
         )
-    return jax.jit(function, donate_argnums=0 if donate else ())
+    return jax.jit(function, donate_argnums=0 if kernel.donate else ())

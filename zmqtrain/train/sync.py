@@ -22,7 +22,7 @@ import numpy as np
 
 from zmqtrain.core.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
 from zmqtrain.core.interfaces import Closes, Describes, Exchange, Keeps
-from zmqtrain.core.types import Array, ModelSpec, Update, Version, number_of
+from zmqtrain.core.types import Array, ModelSpec, Update, Version, describe_mismatch, number_of
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.contributions import ContributionTracker, Drain, SyncSchedule
 from zmqtrain.train.first_step import FirstStep
@@ -424,7 +424,12 @@ class DelayedSync:
         if tree != self._tree or any(
             getattr(leaf, "shape", ()) != shape for leaf, shape in zip(leaves, self._shapes, strict=True)
         ):
-            raise _changed_model(self._model, describe_model(params))
+            path, what = describe_mismatch(self._model, describe_model(params)) or ("", "its containers are others")
+            raise ModelMismatch(
+                f"the parameters that the loop gave are not those of this node's run: {what}. Give `step` and `finish` "
+                "the tree with which DelayedSync was made: the same leaves, each in its shape",
+                path,
+            )
         return leaves
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
@@ -599,24 +604,6 @@ def _describe_floats(params: Any) -> ModelSpec:
                 spec.path,
             )
     return model
-
-
-def _changed_model(joined: ModelSpec, given: ModelSpec) -> ModelMismatch:
-    """Return the error for parameters of another form than those with which this node joined the run."""
-    before, now = ({leaf.path: leaf for leaf in model} for model in (joined, given))
-    changed = [(path, one, now.get(path)) for path, one in before.items() if now.get(path) != one]
-    added = [leaf for path, leaf in now.items() if path not in before]
-    advice = "give `step` and `finish` the tree with which DelayedSync was made: the same leaves, each in its shape"
-    if changed:
-        path, one, other = changed[0]
-        what = (
-            f"without the leaf {one}"
-            if other is None
-            else f"whose leaf {path} is {other.form}, where it was {one.form}"
-        )
-    else:
-        path, what = (added[0].path, f"with a further leaf {added[0]}") if added else ("", "in other containers")
-    return ModelMismatch(f"the parameters that the loop gave came {what}: {advice}", path)
 
 
 def _to_host(leaves: Sequence[Any]) -> list[Any]:
