@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from zmqtrain.programs.initial import Constant, Normal, draw_params
+from zmqtrain.programs.initial import Initial, draw_params
 
 
 @pytest.fixture(scope="module")
 def params():
-    layout = {"a": {"w": Normal((50, 40), 0.5), "b": Constant((3,), 1)}, "z": Normal((30, 100), 2.0)}
+    layout = {"a": {"w": Initial((50, 40), 0.5), "b": Initial((3,), value=1)}, "z": Initial((30, 100), 2.0)}
     return jax.jit(lambda key: draw_params(key, layout))(jax.random.key(0))
 
 

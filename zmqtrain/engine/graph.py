@@ -226,7 +226,6 @@ class Graph:
         ]
 
     def read_value(self, variable: Variable) -> Any:
-        """Return the value as it is seen outside of operations: see `Variable.value`."""
         if variable.writer is not None:
             raise EngineError(
                 f"{variable.name} is about to be changed by {variable.writer.name} ({variable.writer.state.value}): "
@@ -237,7 +236,6 @@ class Graph:
         return variable.held
 
     def write_value(self, variable: Variable, value: Any) -> None:
-        """Set the value from outside of operations, and mend what failed: see `Variable.value`."""
         busy = variable.writer or next(iter(variable.readers), None)
         if busy is not None:
             raise EngineError(
@@ -363,7 +361,6 @@ def merge_traces(traces: Sequence[JsonObject]) -> JsonObject:
 
 
 def write_trace(path: str | Path, trace: JsonObject) -> None:
-    """Write a trace to a file."""
     Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 

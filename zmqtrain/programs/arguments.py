@@ -170,12 +170,13 @@ def read_source(place: str) -> FactorySource | None:
         found = next(
             node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
         )
-        if isinstance(found, ast.FunctionDef):
-            parameters = [] if found.decorator_list else _of_function(found, constants)
-            known = not found.decorator_list
+        if isinstance(found, ast.ClassDef):
+            parameters = _of_class(found, constants)
+        elif found.decorator_list:  # which may give it other arguments
+            return None
         else:
-            parameters, known = _of_class(found, constants)
-        return FactorySource(inspect.Signature(parameters), ast.get_docstring(found) or "") if known else None
+            parameters = _of_function(found, constants)
+        return FactorySource(inspect.Signature(parameters), ast.get_docstring(found) or "")
     except (OSError, ImportError, AttributeError, StopIteration, SyntaxError, ValueError):
         return None
 
@@ -219,14 +220,14 @@ def _of_function(function: ast.FunctionDef, constants: dict[str, Any], skip: int
     return parameters
 
 
-def _of_class(found: ast.ClassDef, constants: dict[str, Any]) -> tuple[list[inspect.Parameter], bool]:
-    """Return the parameters, and whether these are all: a class that inherits may have more."""
+def _of_class(found: ast.ClassDef, constants: dict[str, Any]) -> list[inspect.Parameter]:
+    """Return the parameters. Raises ValueError if these are not all: a class that inherits may have more."""
     made = next((one for one in found.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
     if made is not None:
-        return _of_function(made, constants, skip=1), True
+        return _of_function(made, constants, skip=1)
     names = {ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in found.decorator_list}
     if found.bases or not names & {"dataclass", "dataclasses.dataclass"}:
-        return [], False
+        raise ValueError(found.name)
     parameters = []
     for one in found.body:
         if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
@@ -238,7 +239,7 @@ def _of_class(found: ast.ClassDef, constants: dict[str, Any]) -> tuple[list[insp
                 continue
             default = said.get("default", said.get("default_factory"))
         parameters.append(_parameter(one.target.id, one.annotation, default, constants))
-    return parameters, True
+    return parameters
 
 
 def _parameter(

@@ -23,7 +23,7 @@ import optax
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs.arguments import PLACE, check_image, require_trainable
 from zmqtrain.programs.datasets import digest, load_digits, load_image_folder
-from zmqtrain.programs.initial import Constant, Normal, draw_params
+from zmqtrain.programs.initial import Initial, draw_params
 
 DIGITS = "digits"
 """The value of `data` that stands for the handwritten digits of scikit-learn."""
@@ -177,7 +177,7 @@ def _fresh_params(key: jax.Array, pooled: int, width: int, classes: int) -> Any:
     """`pooled` is the number of pixels that are left after both poolings."""
 
     def layer(*shape: int, gain: float = 2.0) -> Params:
-        return {"weights": Normal(shape, sqrt(gain / prod(shape[:-1]))), "bias": Constant(shape[-1:], 0)}
+        return {"weights": Initial(shape, sqrt(gain / prod(shape[:-1]))), "bias": Initial(shape[-1:])}
 
     layout = {
         "convolution1": layer(KERNEL, KERNEL, 1, width),
@@ -206,19 +206,14 @@ def _score(
 
 def _chunks(
     images: npt.NDArray[np.uint8], labels: npt.NDArray[np.int32], largest: int | None = None
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.bool_]]:
+) -> tuple[npt.NDArray[Any], ...]:
     """The images and labels in chunks of one size, and which of them are real (the rest is padding)."""
     count = min(len(images), EVALUATION_IMAGES)
     size = min(count, largest or EVALUATION_CHUNK_IMAGES)
     padding = -count % size
-    padded_images = np.pad(images[:count], ((0, padding), (0, 0), (0, 0)))
-    padded_labels = np.pad(labels[:count], (0, padding))
-    real = np.pad(np.ones(count, np.bool_), (0, padding))
-    return (
-        padded_images.reshape(-1, size, *padded_images.shape[1:]),
-        padded_labels.reshape(-1, size),
-        real.reshape(-1, size),
-    )
+    real = np.ones(count, np.bool_)
+    padded = [np.pad(one[:count], [(0, padding), *[(0, 0)] * (one.ndim - 1)]) for one in (images, labels, real)]
+    return tuple(one.reshape(-1, size, *one.shape[1:]) for one in padded)
 
 
 def _is_weight(params: Params) -> Any:

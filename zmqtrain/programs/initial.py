@@ -5,6 +5,7 @@ Rule 1: one draw serves all leaves, in the order of the tree: one compilation, h
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,33 +13,26 @@ import jax
 import jax.numpy as jnp
 
 
-class Constant(NamedTuple):
-    """A leaf that starts with one value everywhere."""
+class Initial(NamedTuple):
+    """How a leaf starts: with normal values of mean 0, or, without a deviation, with one value everywhere."""
 
     shape: tuple[int, ...]
-    value: float
-
-
-class Normal(NamedTuple):
-    """A leaf that starts with normal values of mean 0."""
-
-    shape: tuple[int, ...]
-    deviation: float
+    deviation: float = 0.0
+    value: float = 0.0
 
 
 def draw_params(key: jax.Array, layout: Any) -> Any:
     """Return the float32 arrays that `layout` describes, in a tree like it.
 
-    layout: nested dicts with leaves `Normal` and `Constant`.  Pure; to be called inside a jitted function.
+    layout: nested dicts with leaves `Initial`.  Pure; to be called inside a jitted function.
     """
-    leaves, tree = jax.tree.flatten(layout, is_leaf=lambda node: isinstance(node, Normal | Constant))
-    sizes = [prod(leaf.shape) if isinstance(leaf, Normal) else 0 for leaf in leaves]
-    values = jax.random.normal(key, (sum(sizes),), jnp.float32)
-    arrays, offset = [], 0
-    for leaf, size in zip(leaves, sizes, strict=True):
-        if isinstance(leaf, Normal):
-            arrays.append(leaf.deviation * values[offset : offset + size].reshape(leaf.shape))
-        else:
-            arrays.append(jnp.full(leaf.shape, leaf.value, jnp.float32))
-        offset += size
+    leaves, tree = jax.tree.flatten(layout, is_leaf=lambda node: isinstance(node, Initial))
+    ends = [*accumulate((prod(leaf.shape) if leaf.deviation else 0 for leaf in leaves), initial=0)]
+    values = jax.random.normal(key, (ends[-1],), jnp.float32)
+    arrays = [
+        leaf.deviation * values[start:end].reshape(leaf.shape)
+        if leaf.deviation
+        else jnp.full(leaf.shape, leaf.value, jnp.float32)
+        for leaf, (start, end) in zip(leaves, pairwise(ends), strict=True)
+    ]
     return jax.tree.unflatten(tree, arrays)

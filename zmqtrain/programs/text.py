@@ -24,7 +24,7 @@ import optax
 from zmqtrain.core.errors import ConfigError, DataError
 from zmqtrain.programs.arguments import BYTES, check_text
 from zmqtrain.programs.datasets import digest, load_text
-from zmqtrain.programs.initial import Constant, Normal, draw_params
+from zmqtrain.programs.initial import Initial, draw_params
 
 STANDARD_LIBRARY = "stdlib"
 """The value of `data` that stands for the source of this machine's Python standard library."""
@@ -169,18 +169,18 @@ def next_byte_logits(params: Params, text: jax.Array, heads: int) -> jax.Array:
 @partial(jax.jit, static_argnames=("width", "layers", "tied"))
 def _fresh_params(key: jax.Array, width: int, layers: int, tied: bool) -> Any:
     hidden, branch_end = 4 * width, 1 / sqrt(2 * layers)
-    layout: Params = {"embedding": Normal((BYTES, width), 1 / sqrt(width)), "norm": Constant((width,), 1)}
+    layout: Params = {"embedding": Initial((BYTES, width), 1 / sqrt(width)), "norm": Initial((width,), value=1)}
     for index in range(layers):
         layout[f"layer{index:02d}"] = {
-            "attention_norm": Constant((width,), 1),
-            "attention_in": Normal((width, 3 * width), 1 / sqrt(width)),
-            "attention_out": Normal((width, width), branch_end / sqrt(width)),
-            "dense_norm": Constant((width,), 1),
-            "dense_in": Normal((width, hidden), 1 / sqrt(width)),
-            "dense_out": Normal((hidden, width), branch_end / sqrt(hidden)),
+            "attention_norm": Initial((width,), value=1),
+            "attention_in": Initial((width, 3 * width), 1 / sqrt(width)),
+            "attention_out": Initial((width, width), branch_end / sqrt(width)),
+            "dense_norm": Initial((width,), value=1),
+            "dense_in": Initial((width, hidden), 1 / sqrt(width)),
+            "dense_out": Initial((hidden, width), branch_end / sqrt(hidden)),
         }
     if not tied:
-        layout["output"] = Normal((width, BYTES), 1 / sqrt(width))
+        layout["output"] = Initial((width, BYTES), 1 / sqrt(width))
     return draw_params(key, layout)
 
 

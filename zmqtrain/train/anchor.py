@@ -453,11 +453,9 @@ class Segment:
             piece.values.copy_to_host_async()
 
     def devices(self) -> set[jax.Device]:
-        """Return the devices that hold a piece of it."""
         return {device for piece in self._pieces for device in piece.values.devices()}
 
     def block_until_ready(self) -> Segment:
-        """Wait until the devices have computed it."""
         for piece in self._pieces:
             piece.values.block_until_ready()
         return self
@@ -471,12 +469,10 @@ class Segment:
 
 @lru_cache(maxsize=64)
 def mesh_of(devices: tuple[jax.Device, ...]) -> Mesh:
-    """Return all these devices in a row, as the mesh of their stacks."""
     return Mesh(np.array(devices), (AXIS,))
 
 
 def group_of(leaf: jax.Array) -> Group:
-    """Return over which devices a leaf lies."""
     return Group(_devices_of(leaf.sharding), leaf.committed)
 
 

@@ -72,7 +72,6 @@ class ContributionTracker:
                 del unsent.scores[:-SCORES_KEPT]
 
     def forget_unsent(self) -> None:
-        """Drop the work that no offer stands for."""
         self._unsent = [_Unsent() for _ in self._unsent]
 
     def forget_pending(self) -> None:
@@ -121,7 +120,6 @@ class ContributionTracker:
         return all(self.is_old(sequence, delay) for sequence in landed if sequence in self._offered)
 
     def shard_of(self, sequence: int) -> int | None:
-        """Return the broker to which an offer went; None for an unknown one."""
         offered = self._offered.get(sequence)
         return None if offered is None else offered.broker
 
@@ -160,7 +158,6 @@ class SyncSchedule:
         self._planned_at, self._offer_at = 0, self._every
 
     def is_due(self, step: int) -> bool:
-        """Return whether k steps are over."""
         return step >= self._offer_at
 
     def follow(self) -> None:
@@ -203,7 +200,6 @@ class Drain:
 
     @property
     def left(self) -> bool:
-        """Whether anything has not landed."""
         return bool(self._fragments)
 
     def next_fragment(self, landed: Collection[int]) -> int | None:
@@ -220,9 +216,7 @@ class Drain:
             self._tried_at = now
 
     def reached(self, now: float) -> None:
-        """Record that the broker of an offer in flight is reachable."""
         self._tried_at = now
 
     def gives_up(self, now: float, lost_seconds: float) -> bool:
-        """Return whether nothing could be tried for so long."""
         return now - self._tried_at >= lost_seconds

@@ -166,7 +166,6 @@ class _GradientStep(MinibatchStep):
     trains_apart = False
 
     def compile(self, state: TrainState, batch: Any) -> int:
-        """Have compiled what is used; see `MinibatchStep.compile`."""
         working = self.compile_gradient(state, batch)
         return max(working, super().compile(state, batch)) if self.trains_apart else working
 
@@ -182,14 +181,10 @@ class _Coming:
 
     def __next__(self) -> Any | None:
         if not self.over:
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                self.over = True
-            else:
-                self.over = self._hooks.stop()
-                if not self.over:
-                    return batch
+            batch = next(self._batches, StopIteration)
+            self.over = batch is StopIteration or self._hooks.stop()
+            if not self.over:
+                return batch
         raise StopIteration
 
 
@@ -213,7 +208,6 @@ class Buckets:
             held += size
 
     def zeros(self) -> list[Array]:
-        """Return all buckets filled with zeros, on the host."""
         return [np.zeros(sum(self.model[leaf].values for leaf in bucket), np.float32) for bucket in self.leaves]
 
     def join(self, leaves: Sequence[Array]) -> list[jax.Array]:

@@ -63,7 +63,6 @@ class Induced:
             raise ConfigError(f"the seed of induced delays must be at least 0, got {self.seed}")
 
     def compute_seconds(self, generator: np.random.Generator) -> float:
-        """Draw the delay of one step."""
         if not self.compute:
             return 0.0
         weights = np.array([weight for _, _, weight in self.compute])
@@ -71,7 +70,6 @@ class Induced:
         return abs(float(generator.normal(mean, deviation)))
 
     def message_seconds(self, generator: np.random.Generator) -> float:
-        """Draw the delay of one delta."""
         return abs(float(generator.normal(0.0, self.message_sigma))) if self.message_sigma else 0.0
 
     def compute_delays(self, node: str) -> Callable[[], float]:

@@ -41,7 +41,6 @@ class DataParallel:
         self._cut = NamedSharding(mesh, PartitionSpec(AXIS))  # type: ignore[no-untyped-call]
 
     def init(self, seed: int) -> Params:
-        """Return the program's fresh parameters, on every device."""
         return jax.device_put(self.program.init(seed), self.everywhere)
 
     def loss(self, params: Params, batch: Batch) -> jax.Array:
@@ -61,7 +60,6 @@ class DataParallel:
         return optax.GradientTransformation(init, update)
 
     def batches(self, unit: int) -> Iterator[Batch]:
-        """Return the program's batches of that unit, each device with its part of them."""
         return (jax.device_put(batch, self._homes(batch)) for batch in self.program.batches(unit))
 
     def _homes(self, batch: Batch) -> Any:

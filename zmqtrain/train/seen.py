@@ -66,7 +66,6 @@ def say_device(name: str, leaves: Sequence[Any]) -> str:
 
 
 def main() -> None:
-    """Print the devices."""
     print(json.dumps(describe_devices()))
 
 

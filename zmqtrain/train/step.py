@@ -187,7 +187,6 @@ class MinibatchStep:
         self._functions = _functions(program.loss, program.optimizer)
 
     def init(self, seed: int) -> TrainState:
-        """Return fresh parameters and optimizer state."""
         params = self.program.init(seed)
         return TrainState(params, self._functions.optimizer.init(params))
 
@@ -205,7 +204,6 @@ class MinibatchStep:
         return max(_working_bytes(compiled) for compiled in (first, then, last))
 
     def compile_gradient(self, state: TrainState, batch: Any) -> int:
-        """Compile what `gradient` uses; see `compile`."""
         if self._most_parts == 1:
             return _working_bytes(self._functions.first.lower(state.params, batch).compile())
         first, then, _ = self._compile_parts(state, batch)

@@ -363,7 +363,6 @@ class DelayedSync:
         return stopped
 
     def _finish_last(self) -> None:
-        """Call `finish` with what the last step returned."""
         if any(_is_deleted(leaf) for leaf in jax.tree.leaves(self._last)):
             text = (
                 "%s leaves without `finish`: the parameters that the last `step` returned were donated to another "
