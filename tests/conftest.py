@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -81,7 +82,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # one process may read what another one is writing; it compiles for itself then
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
     config.addinivalue_line("markers", "nightly: a whole bench, page or grid, which only --nightly selects")
-    config.addinivalue_line("markers", "xdist_group(name): of tests that one worker runs, one after another")
 
 
 def pytest_collection_finish() -> None:
@@ -111,10 +111,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--nightly"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-    places = {path: path.relative_to(HERE) for path in {item.path for item in items}}
-    items.sort(key=lambda item: _order(places[item.path]))  # a stable order: within a file the tests stay as written
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(places[item.path])))
+    order = {path: _order(path.relative_to(HERE)) for path in {item.path for item in items}}
+    items.sort(key=lambda item: order[item.path])  # a stable order: within a file the tests stay as written
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each group to one worker, in the order of the tests (xdist 3.8 does not know groups under pytest 9.2)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(Path(nodeid.partition("::")[0]).relative_to(HERE.name))
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
 
 
 def _group(place: Path) -> str:
