@@ -459,22 +459,17 @@ class Downlink:
 
     def _send_chunk(self, peer: PeerId, line: _DownlinkPeer) -> bool:
         """Send the peer's next chunk. Return False if it cannot be sent; the peer then waits for no turn."""
-        chunk, now = line.outbox.next_chunk(), clock.monotonic()
+        chunk, now = line.outbox.next_chunk, clock.monotonic()
         assert chunk is not None, "only a peer with a chunk waits for a turn"
         try:
             self._channel.send(peer, Lane.BULK, chunk)
-        except ChannelFull:
-            line.outbox.put_back()
-            line.full = True
+        except (ChannelFull, PeerLost, ChannelClosed) as error:
             self._sending.leave(peer)  # until it acknowledges something, or `look_again`
+            line.full |= isinstance(error, ChannelFull)
+            if isinstance(error, PeerLost):
+                self._owner.unreachable(peer)
             return False
-        except PeerLost:
-            self._sending.leave(peer)
-            self._owner.unreachable(peer)
-            return False
-        except ChannelClosed:
-            self._sending.leave(peer)
-            return False
+        line.outbox.sent()
         line.full = False
         size = sum(len(frame) for frame in chunk)
         self.bytes_sent += size

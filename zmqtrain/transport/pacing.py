@@ -460,7 +460,7 @@ class Credits:
     retry_seconds: after the last `grants`, how long until a chunk that only a rate has delayed may be granted.
     """
 
-    def __init__(self, window_bytes: int = 1 << 20) -> None:
+    def __init__(self, window_bytes: int) -> None:
         if window_bytes < 1:
             raise ConfigError(f"window_bytes must be at least 1, got {window_bytes}")
         self.window_bytes = window_bytes
@@ -596,17 +596,16 @@ class Outbox:
     """What the hub has for ONE peer on the bulk lane: bounded, in order, and sent as the peer acknowledges.
 
     window_bytes: the most bytes sent and not yet acknowledged.  limit_bytes: the most bytes held in all (sent and not
-    yet acknowledged ones too).  peer: whose it is, for the messages of errors.  in_flight_bytes: sent and not yet
+    yet acknowledged ones too).  in_flight_bytes: sent and not yet
     acknowledged.  held_bytes: pushed and not yet acknowledged.
     """
 
-    def __init__(self, window_bytes: int = 1 << 20, limit_bytes: int = 256 << 20, peer: PeerId = _SOME_PEER) -> None:
+    def __init__(self, window_bytes: int, limit_bytes: int) -> None:
         if not 1 <= window_bytes <= limit_bytes:
             raise ConfigError(f"1 <= window_bytes <= limit_bytes must hold, got {window_bytes} and {limit_bytes}")
-        self.window_bytes, self.limit_bytes, self.peer = window_bytes, limit_bytes, peer
+        self.window_bytes, self.limit_bytes = window_bytes, limit_bytes
         self._transfers: dict[int, _Queued] = {}  # in the order pushed, until all of it is acknowledged
         self._unsent: deque[_Queued] = deque()  # those of them with chunks to send
-        self._last: _Queued | None = None  # whose chunk `put_back` would put back
         self.in_flight_bytes = self.held_bytes = 0
 
     @property
@@ -626,9 +625,9 @@ class Outbox:
         Raise LocalProtocolError if the transfer is empty, or one of the same number is not finished.
         """
         if transfer in self._transfers:
-            raise LocalProtocolError(f"transfer {transfer} is already in flight to {self.peer}")
+            raise LocalProtocolError(f"transfer {transfer} is already in flight")
         if not chunks:
-            raise LocalProtocolError(f"transfer {transfer} to {self.peer} has no chunks")
+            raise LocalProtocolError(f"transfer {transfer} has no chunks")
         sizes = [sum(memoryview(frame).nbytes for frame in chunk) for chunk in chunks]
         if self.held_bytes + sum(sizes) > self.limit_bytes:
             return False
@@ -640,7 +639,7 @@ class Outbox:
 
     @property
     def next_size(self) -> int:
-        """The bytes of what `next_chunk` would return; 0 if that is nothing."""
+        """The bytes of `next_chunk`; 0 if there is none."""
         if not self._unsent:
             return 0
         size = self._unsent[0].sizes[self._unsent[0].sent]
@@ -656,29 +655,18 @@ class Outbox:
         """Whether the next chunk announces a transfer, and fits the window; False if there is none."""
         return bool(self.next_size) and len(self._unsent[0].chunks[self._unsent[0].sent]) == 1
 
+    @property
     def next_chunk(self) -> Sequence[Buffer] | None:
-        """Return the next chunk and count it as sent; None if there is none, or the window is full."""
-        size = self.next_size
-        if not size:
-            return None
+        """The chunk to send next, until it is `sent`; None if there is none, or the window is full."""
+        return self._unsent[0].chunks[self._unsent[0].sent] if self.next_size else None
+
+    def sent(self) -> None:
+        """Count the next chunk as sent."""
+        self.in_flight_bytes += self.next_size
         queued = self._unsent[0]
-        chunk = queued.chunks[queued.sent]
         queued.sent += 1
-        self.in_flight_bytes += size
-        self._last = queued
         if queued.sent == len(queued.chunks):
             self._unsent.popleft()
-        return chunk
-
-    def put_back(self) -> None:
-        """Undo the last `next_chunk`, whose send raised ChannelFull; raise LocalProtocolError if there is none."""
-        queued, self._last = self._last, None
-        if queued is None or queued.sent == queued.acknowledged:
-            raise LocalProtocolError(f"no chunk to {self.peer} was taken that could be put back")
-        queued.sent -= 1
-        self.in_flight_bytes -= queued.sizes[queued.sent]
-        if not self._unsent or self._unsent[0] is not queued:
-            self._unsent.appendleft(queued)
 
     def acknowledged(self, transfer: int, chunks: int = 1) -> None:
         """Note that the peer has `chunks` further ones; raise RemoteProtocolError if they were never sent."""
@@ -686,7 +674,7 @@ class Outbox:
         outstanding = queued.sent - queued.acknowledged if queued is not None else 0
         if queued is None or not 1 <= chunks <= outstanding:
             raise RemoteProtocolError(
-                self.peer, f"owing {outstanding}", f"an acknowledgement of {chunks} chunks of transfer {transfer}"
+                _SOME_PEER, f"owing {outstanding}", f"an acknowledgement of {chunks} chunks of transfer {transfer}"
             )
         size = sum(queued.sizes[queued.acknowledged : queued.acknowledged + chunks])
         queued.acknowledged += chunks

@@ -507,6 +507,9 @@ class DealerChannel:
     def try_send(self, lane: Lane, frames: Sequence[Buffer]) -> bool:
         """Send one message as `send` does, but never wait: False if the lane is full."""
         check_message(frames)
+        return self._put(lane, frames)
+
+    def _put(self, lane: Lane, frames: Sequence[Buffer]) -> bool:
         self._check_open()
         try:
             self._ports[lane].send(frames)
@@ -526,16 +529,9 @@ class DealerChannel:
         check_message(frames)
         attempt = self._attempt
         await self._fairness.turn()
-        while self._attempt == attempt:
-            self._check_open()
-            try:
-                self._ports[lane].send(frames)
-                if self._tries_found_key:
-                    self._unheard.append((lane, frames))
-                return
-            except zmq.Again:
-                if not self._ports[lane].writable:
-                    await self._writable[lane].wait()
+        while self._attempt == attempt and not self._put(lane, frames):
+            if not self._ports[lane].writable:
+                await self._writable[lane].wait()
 
     async def receive(self) -> tuple[Lane, list[Buffer]]:
         """Return the next message of either lane, CONTROL first; raise ChannelClosed.
