@@ -78,8 +78,8 @@ def test_what_is_checked_while_the_broker_ends_is_neither_counted_nor_an_error(t
         close = peers.broker.codec._worker.close
 
         def close_and_let_go(seconds):
+            peers.broker.codec._worker._closed = True
             threading.Thread(target=go_on.set).start()
-            peers.broker.codec._worker._jobs.close()
             return close(seconds)
 
         peers.broker.codec._worker.close = close_and_let_go

@@ -189,7 +189,7 @@ def test_what_has_landed_while_a_peer_waited_for_its_turn_is_said_to_have(world:
 def test_those_for_whom_a_version_was_being_made_when_the_run_went_back_are_sent_a_later_one(world: World) -> None:
     world.makes.waits = True
     world.fetch("newcomer#1")
-    while not world.serving.cache.being_made:
+    while world.serving.cache.of(Serve("newcomer#1", -1)) is None:
         world.makes.queue.pop(0)()
     world.serving.restart(())
     world.version = 5

@@ -38,11 +38,7 @@ from zmqtrain.protocol.effects import Combine, Discard, Disconnect, Forward
 from zmqtrain.protocol.fencing import latest_incarnation
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import RUN_OVER
-from zmqtrain.protocol.messages import (
-    Goodbye,
-    Relayed,
-    Roster,
-)
+from zmqtrain.protocol.messages import Goodbye, Relayed, Roster
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.session.environment import CodecExecutor, clock
 from zmqtrain.strategies.weights import Laggards, preemption_from_spec

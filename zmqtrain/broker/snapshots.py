@@ -26,8 +26,7 @@ LARGEST_LAG = 0.25
 class CachedSnapshot:
     """One version. frames: () while they are being made; moments: frames of the founder's optimizer, behind them.
 
-    digests: of the frames, and of frames and moments.  since: the releases after it.  waiting: the fetches that are
-    answered as soon as the frames are made.
+    digests: of the frames, and of frames and moments.  since: the releases after it.
     """
 
     version: Version
@@ -36,7 +35,6 @@ class CachedSnapshot:
     moments: Sequence[Buffer] = ()
     digests: tuple[str, str] = ("", "")
     since: list[tuple[Released, Reduce]] = field(default_factory=list)
-    waiting: list[Serve] = field(default_factory=list)
     size: int = 0
     since_size: int = 0
 
@@ -71,11 +69,6 @@ class SnapshotCache:
     def bytes(self) -> int:
         return sum(kept.size + kept.since_size for kept in self._kept)
 
-    @property
-    def being_made(self) -> list[CachedSnapshot]:
-        """The snapshots without frames yet."""
-        return [kept for kept in self._kept if not kept.frames]
-
     def of(self, serve: Serve) -> CachedSnapshot | None:
         """Return the snapshot for this node: one whose aggregates continue its version, the one that it has a part of,
         or one that is new enough; None: a new one must be made."""
@@ -104,12 +97,6 @@ class SnapshotCache:
     def forget_old(self, now: float) -> None:
         """Drop the snapshots that no peer has begun to fetch for `KEPT_SECONDS`."""
         self._kept = [kept for kept in self._kept if not kept.frames or now - kept.used_at < KEPT_SECONDS]
-
-    def clear(self) -> None:
-        """Drop all snapshots, because the run is founded or goes back."""
-        for kept in self._kept:
-            kept.waiting.clear()
-        self._kept.clear()
 
 
 AT_ONCE, AT_ONCE_BYTES = 2, 8 << 20
@@ -262,11 +249,9 @@ class SnapshotService:
         self.moments: Frames = ()
         self.served = 0
         self._turns = Turns()
-        self._asked: dict[PeerId, tuple[Serve, Frames]] = {}  # with the moments of that time, until they are served
+        self._asked: dict[PeerId, tuple[Serve, Frames]] = {}  # with the moments of that time, until they are sent it
         self._scheduled: set[PeerId] = set()  # that the codec thread has been asked for, also if they have left since
-        self._waiting: list[Serve] = []  # until the codec thread has copied what is published
-        self._copying = False
-        self._foundings = 0
+        self._making = False  # a copy of what is published, and a snapshot of that
 
     def serve(self, serve: Serve) -> None:
         """Send a peer, in its turn, the parameters as they are then, after all earlier jobs of the codec thread.
@@ -297,20 +282,13 @@ class SnapshotService:
         moments: of the founder's optimizer.
         """
         self.moments = moments
-        self._foundings += 1
-        waiting = [serve for kept in self.cache.being_made for serve in kept.waiting]
-        self.cache.clear()
-        for serve in waiting:
-            _wait(self._waiting, serve)
-        if self._waiting and not self._copying:
-            spawn(self._copy(moments))
+        self._asked = {peer: (serve, moments) for peer, (serve, _) in self._asked.items()}
+        self.cache = SnapshotCache()
 
     def forget(self, peer: PeerId) -> None:
         """Forget a peer that has left."""
         self._asked.pop(peer, None)
         self._turns.forget(peer)
-        for waiting in (self._waiting, *(kept.waiting for kept in self.cache.being_made)):
-            waiting[:] = [serve for serve in waiting if serve.peer != peer]
 
     # ------------------------------------------------------------------ one fetch
 
@@ -336,38 +314,40 @@ class SnapshotService:
             self._turns.withdraw(peer)
             self._send(serve, version, (), (), "", 0)
             return
-        if not self._turns.is_due(peer):
-            return
-        del self._asked[peer]
-        kept = self.cache.of(serve)
-        if kept is None:
-            _wait(self._waiting, serve)
-            if not self._copying:
-                spawn(self._copy(moments))
-        elif not kept.frames:
-            _wait(kept.waiting, serve)
-        else:
-            self._send_cached(kept, serve)
+        if self._turns.is_due(peer):
+            self._serve_due(peer, moments)
 
-    async def _copy(self, moments: Frames) -> None:
-        """Copy the published parameters, make a snapshot of them, and send it to the peers that wait for one."""
-        self._copying = True
+    def _serve_due(self, peer: PeerId, moments: Frames) -> None:
+        """Send a peer whose turn it is a snapshot; if there is none for it, have one made."""
+        kept = self.cache.of(self._asked[peer][0])
+        if kept is not None and kept.frames:
+            self._send_cached(kept, self._asked.pop(peer)[0])
+        elif not self._making:
+            spawn(self._make(moments))
+
+    async def _make(self, moments: Frames) -> None:
+        """Copy the published parameters, make a snapshot of them, and serve the peers that wait for one."""
+        self._making = True
         room = await self._copies(self._aggregator.make_room)
-        founding = self._foundings
+        cache = self.cache
         version, layout, flats = await self._codec(self._aggregator.copy, room)
         await self._standby.announced(version)
-        self._copying = False
-        if founding != self._foundings or not self._waiting:
-            if self._waiting:
-                spawn(self._copy(moments))
-            return
-        kept = self.cache.begin(version, self._core.now())
-        kept.waiting, self._waiting = self._waiting, []
-        frames, digests = await self._copies(_make, layout, flats, moments)
-        kept.make(frames, moments, digests)
-        waiting, kept.waiting = kept.waiting, []
-        for serve in waiting:
-            self._send_cached(kept, serve)
+        kept = None
+        if cache is self.cache and self._due():  # the run was not founded again meanwhile, and somebody waits
+            kept = cache.begin(version, self._core.now())
+            frames, digests = await self._copies(_encode, layout, flats, moments)
+            kept.make(frames, moments, digests)
+        self._making = False
+        for serve, moments in self._due():
+            if serve.peer not in self._asked:  # lost by what was sent to others
+                continue
+            if kept is None or cache is not self.cache:
+                self._serve_due(serve.peer, moments)
+            else:  # however much was released since
+                self._send_cached(cache.of(serve) or kept, self._asked.pop(serve.peer)[0])
+
+    def _due(self) -> list[tuple[Serve, Frames]]:
+        return [asked for peer, asked in self._asked.items() if self._turns.is_due(peer)]
 
     def _send_cached(self, kept: CachedSnapshot, serve: Serve) -> None:
         kept.used_at = self._core.now()
@@ -406,12 +386,7 @@ class SnapshotService:
                 self._core.reconnect(peer)
 
 
-def _wait(waiting: list[Serve], serve: Serve) -> None:
-    """Add a peer's fetch in place of its earlier one."""
-    waiting[:] = [*(other for other in waiting if other.peer != serve.peer), serve]
-
-
-def _make(layout: Layout, flats: list[Vector], moments: Frames) -> tuple[Frames, tuple[str, str]]:
+def _encode(layout: Layout, flats: list[Vector], moments: Frames) -> tuple[Frames, tuple[str, str]]:
     frames = encode_snapshot(layout, flats)
     alone = digest_of(frames)
     return frames, (alone, digest_of([*frames, *moments]) if moments else alone)

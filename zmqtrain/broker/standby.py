@@ -36,14 +36,7 @@ from zmqtrain.protocol.framing import decode_head, encode_message
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.limits import LONG_HEAD_BYTES
 from zmqtrain.protocol.members import Claim
-from zmqtrain.protocol.messages import (
-    Aggregate,
-    Hello,
-    Message,
-    Promote,
-    Replica,
-    printable,
-)
+from zmqtrain.protocol.messages import Aggregate, Hello, Message, Promote, Replica, printable
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, PrimaryLease, TakeoverPolicy
