@@ -11,7 +11,7 @@ from zmqtrain.averaging.coder import DeltaCoder, cut, encode_snapshot
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload
 from zmqtrain.core.types import Offer
-from zmqtrain.node.inbox import Inbox
+from zmqtrain.node.codec import Inbox
 from zmqtrain.protocol.effects import Deliver, Disconnect, Send, Serve, Withdraw
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.protocol.peer import Peer, PeerState

@@ -17,7 +17,7 @@ from zmqtrain.codecs.payload_jax import DeviceCoder
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec, Offer
-from zmqtrain.node.inbox import Inbox
+from zmqtrain.node.codec import Inbox
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 
@@ -202,17 +202,17 @@ def test_a_snapshot_is_laid_fragment_by_fragment():
 @pytest.fixture
 def two_decoded(monkeypatch):
     """Two updates wait decoded at most, as of a model that is not small."""
-    monkeypatch.setattr("zmqtrain.node.inbox.MOST_DECODED", 2)
+    monkeypatch.setattr("zmqtrain.node.codec.MOST_DECODED", 2)
 
 
 def test_small_updates_wait_decoded_for_more_than_one_exchange_but_not_for_ever(monkeypatch):
-    monkeypatch.setattr("zmqtrain.node.inbox.MOST_DECODED", 4)
+    monkeypatch.setattr("zmqtrain.node.codec.MOST_DECODED", 4)
     coder, inbox = coder_of("float32"), Inbox()
     for version in range(1, 8):
         message, frames = aggregate_of(coder, version, (0,))
         inbox.arrive(coder, Deliver(message, ()), frames)
     assert len(inbox) == 4
-    monkeypatch.setattr("zmqtrain.node.inbox.DECODED_BYTES", 1)  # what several may hold
+    monkeypatch.setattr("zmqtrain.node.codec.DECODED_BYTES", 1)  # what several may hold
     told = []
     while (update := inbox.take()) is not None:
         told.append((update.version, len(inbox)))
@@ -237,7 +237,7 @@ def test_what_was_to_be_dropped_with_a_snapshot_is_dropped_with_the_one_that_tak
 
 @pytest.mark.parametrize(("largest", "decoded"), [(1 << 26, 2), (100, 1)])
 def test_of_large_updates_one_at_a_time_waits_decoded(monkeypatch, two_decoded, largest, decoded):
-    monkeypatch.setattr("zmqtrain.node.inbox.LARGE_UPDATE_BYTES", largest)
+    monkeypatch.setattr("zmqtrain.node.codec.LARGE_UPDATE_BYTES", largest)
     coder, inbox = coder_of("float32"), Inbox()
     for version in (1, 2, 3):
         message, frames = aggregate_of(coder, version, (0,))
@@ -251,7 +251,7 @@ def test_of_large_updates_one_at_a_time_waits_decoded(monkeypatch, two_decoded, 
 
 
 def test_a_snapshot_that_waits_is_as_large_as_its_anchor(monkeypatch):
-    monkeypatch.setattr("zmqtrain.node.inbox.LARGE_UPDATE_BYTES", 100)
+    monkeypatch.setattr("zmqtrain.node.codec.LARGE_UPDATE_BYTES", 100)
     coder, inbox = coder_of("float32"), Inbox()
     message, frames, _ = snapshot_of(coder, 3)
     inbox.arrive(coder, Deliver(message, ()), frames)

@@ -15,8 +15,8 @@ from zmqtrain.core.settings import FIRST as FIRST_SETTINGS
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
+from zmqtrain.node.codec import NodeCodec
 from zmqtrain.node.connect import connect
-from zmqtrain.node.offers import NodeCodec
 from zmqtrain.planning import plans as planning
 
 AUTO = RunSettings(local_updates="fixed", release="all", evaluate_seconds=0.0)

@@ -11,8 +11,8 @@ from tests.fixed import fixed_run
 from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.core.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.core.types import LeafSpec, Offer
-from zmqtrain.node.inbox import Inbox
-from zmqtrain.node.offers import NodeCodec, Offers, Restarts, codec_failure
+from zmqtrain.node.codec import Inbox, NodeCodec, codec_failure
+from zmqtrain.node.offers import Offers, Restarts
 
 MODEL = (LeafSpec("w", (10,), "float32"),)
 

@@ -17,7 +17,7 @@ from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint, read_saved
-from zmqtrain.node.inbox import Inbox
+from zmqtrain.node.codec import Inbox
 from zmqtrain.node.offers import Offers, Restarts
 from zmqtrain.node.units import UnitQueue
 from zmqtrain.protocol.peer import Peer

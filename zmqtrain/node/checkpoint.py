@@ -23,8 +23,8 @@ from zmqtrain.core.errors import CheckpointError, FramingError, ModelMismatch
 from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, ModelSpec, PeerId, describe_mismatch, spec_from_plain, spec_to_plain
-from zmqtrain.node.inbox import Inbox
-from zmqtrain.node.offers import NodeCodec, Offers, Restarts
+from zmqtrain.node.codec import Inbox, NodeCodec
+from zmqtrain.node.offers import Offers, Restarts
 from zmqtrain.node.units import UnitQueue
 from zmqtrain.protocol.fencing import MAX_INCARNATION
 from zmqtrain.protocol.messages import WireSchedule

@@ -19,8 +19,8 @@ from zmqtrain.core.specs import require_kind
 from zmqtrain.core.types import Version
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.checkpoint import CheckpointOptions, read_saved
+from zmqtrain.node.codec import CodecOn
 from zmqtrain.node.node import Node, NodeOptions, open_node
-from zmqtrain.node.offers import CodecOn
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.plans import link_share
 from zmqtrain.protocol.messages import Promote, Stop

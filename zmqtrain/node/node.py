@@ -47,8 +47,8 @@ from zmqtrain.core.types import (
 )
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint, SavedNode
-from zmqtrain.node.inbox import Inbox
-from zmqtrain.node.offers import CodecOn, NodeCodec, Offers, Restarts, codec_failure
+from zmqtrain.node.codec import CodecOn, Inbox, NodeCodec, codec_failure
+from zmqtrain.node.offers import Offers, Restarts
 from zmqtrain.node.progress import Progress, paces
 from zmqtrain.node.units import Batch, Source, UnitQueue
 from zmqtrain.protocol.effects import Deliver
