@@ -18,7 +18,7 @@ from zmqtrain.collectives.arrays import take_tree
 from zmqtrain.collectives.group import Group, Request
 from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Receiving, Sending
 from zmqtrain.collectives.reductions import find_reduction
-from zmqtrain.collectives.wire import Head, pack, unpack
+from zmqtrain.collectives.wire import NOTHING, Head, pack, unpack
 from zmqtrain.core.errors import (
     FramingError,
     ZmqTrainError,
@@ -35,9 +35,9 @@ class _Post:
     def __init__(self) -> None:
         self.sent: list[tuple[int, bytes, Any]] = []
 
-    def send(self, rank: int, context: int, head: Head, values: memoryview | None) -> int:
+    def send(self, rank: int, context: int, head: Head, values: memoryview = NOTHING) -> int:
         """See Post."""
-        self.sent.append((rank, pack(head, context), None if values is None else bytes(values)))
+        self.sent.append((rank, pack(head, context), bytes(values)))
         return 1
 
     def reduce(self, context: int, head: Head, values: memoryview) -> int:
@@ -137,7 +137,7 @@ def collective_sessions() -> list[bytes]:
         for rank in ranks:
             sent, rank.post.sent = rank.post.sent, []
             for to, head, values in sent:
-                frames = (head,) if values is None else (head, values)
+                frames = (head, values) if values else (head,)
                 if to == 0:
                     records.append((rank.rank - 1, frames))
                 ranks[to].group.hear(rank.rank, *unpack(frames))

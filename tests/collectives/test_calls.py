@@ -37,7 +37,7 @@ class Net:
     def collect(self) -> None:
         for rank, machine in enumerate(self.machines):
             for to, head, values in machine.outgoing:
-                values = bytes(values) if values is not None and len(values) < 32 else values
+                values = bytes(values) if len(values) < 32 else values
                 self.queues.setdefault((rank, to), deque()).append((head, values))
             machine.outgoing.clear()
 
@@ -48,7 +48,7 @@ class Net:
     def deliver(self, source: int, to: int) -> None:
         head, values = self.queues[source, to].popleft()
         try:
-            self.machines[to].hear(source, head, None if values is None else memoryview(bytes(values)))
+            self.machines[to].hear(source, head, memoryview(bytes(values)))
         except CollectiveMismatch as error:
             self.errors[to] = error
 
@@ -167,11 +167,11 @@ def test_one_rank_that_calls_something_else_is_found_out(size: int, seed: int, d
 def test_what_no_rank_of_ours_says_is_refused() -> None:
     machine = Calls(0, 2, Names())
     with pytest.raises(FramingError, match="at call"):
-        machine.hear(1, Head(Kind.PART, number=1 << 40), None)
+        machine.hear(1, Head(Kind.PART, number=1 << 40))
     with pytest.raises(FramingError, match="bytes of"):
         machine.hear(1, Head(Kind.PART, number=1, size=3), memoryview(bytes(4)))
     with pytest.raises(FramingError, match="a part of 0 bytes of 3"):
-        machine.hear(1, Head(Kind.PART, number=1, size=3), None)
+        machine.hear(1, Head(Kind.PART, number=1, size=3))
 
 
 def test_small_and_large_are_told_apart_where_ports_do() -> None:

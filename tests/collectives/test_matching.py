@@ -39,7 +39,7 @@ class Net:
         if not self.queues[source, to]:
             return False
         head, values = self.queues[source, to].popleft()
-        self.machines[to].hear(source, head, None if values is None else memoryview(bytes(values)))
+        self.machines[to].hear(source, head, memoryview(bytes(values)))
         return True
 
     def deliver_all(self) -> None:
@@ -203,4 +203,4 @@ def test_a_lost_rank_ends_what_needs_it_and_leaves_what_has_come() -> None:
 )
 def test_what_no_rank_of_ours_says_is_refused(head: Head, values: bytes | None) -> None:
     with pytest.raises(FramingError):
-        Net().machines[0].hear(1, head, None if values is None else memoryview(values))
+        Net().machines[0].hear(1, head, memoryview(values or b""))

@@ -21,7 +21,7 @@ def flow_of(*lengths: int, bounded: bool = True, confirm: bool = False) -> Outfl
 def parts_of(flow: Outflow) -> list[tuple[int, int, int, int]]:
     """Return (bytes, total, start, code) of all that there is room for."""
     parts = iter(flow.next, None)
-    return [(0 if one.values is None else one.values.nbytes, one.total, one.start, one.code) for one in parts]
+    return [(one.values.nbytes, one.total, one.start, one.code) for one in parts]
 
 
 def test_what_is_long_is_cut_and_each_part_says_of_what() -> None:
@@ -76,7 +76,7 @@ def test_who_sent_copies_only_need_not_hear_that_the_last_are_taken() -> None:
     flow = Inflow(1)
     flow.put(memoryview(bytes(16)), 16, 3, False)
     assert not flow.take(16) and not flow.finish()
-    flow.put(None, 0, 3, True)
+    flow.put(memoryview(b""), 0, 3, True)
     assert flow.finish(), "unless it asked for it"
 
 
@@ -98,7 +98,7 @@ def test_both_ends_together_move_everything_within_the_window(lengths: list[int]
         if not way:
             break
         part = way.pop(0)
-        nbytes = 0 if part.values is None else part.values.nbytes
+        nbytes = part.values.nbytes
         into.put(part.values, part.total, part.code, confirm)
         moved += nbytes
         if into.take(nbytes):

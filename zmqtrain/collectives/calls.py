@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from zmqtrain.collectives.algorithms import HUB, Receive, Send, Steps
 from zmqtrain.collectives.arrays import as_bytes, dtype_code
 from zmqtrain.collectives.matching import Member, Outgoing
-from zmqtrain.collectives.wire import CONFIRM, COPIED_BELOW_BYTES, Head, Kind, digest
+from zmqtrain.collectives.wire import CONFIRM, COPIED_BELOW_BYTES, NOTHING, Head, Kind, digest
 from zmqtrain.core.errors import CollectiveMismatch, FramingError, OperationError, ZmqTrainError
 from zmqtrain.core.types import MAX_FRAME_BYTES
 
@@ -39,10 +39,10 @@ REPORT_BYTES = WINDOW_BYTES // 2
 
 
 class Part(NamedTuple):
-    """A part of something sent. values: anything with `nbytes`, None for nothing.  total: bytes of the whole.
-    start: where in it the part begins.  code: of their dtype."""
+    """A part of something sent. total: bytes of the whole.  start: where in it the part begins.  code: of the values'
+    dtype."""
 
-    values: Any
+    values: memoryview
     total: int
     start: int
     code: int
@@ -66,9 +66,7 @@ class Outflow:
     def put(self, values: memoryview, code: int) -> None:
         """Send these bytes when there is room. code: of their dtype, which may be another by then."""
         total = values.nbytes
-        if not total:
-            self._waiting.append(Part(None, 0, 0, code))
-        for start in range(0, total, PART_BYTES):
+        for start in range(0, total or 1, PART_BYTES):
             self._waiting.append(Part(values[start : start + PART_BYTES], total, start, code))
 
     def next(self) -> Part | None:
@@ -76,10 +74,9 @@ class Outflow:
         if not self._waiting or (self.bounded and self.sent - self.taken >= WINDOW_BYTES):
             return None
         part = self._waiting.popleft()
-        if part.values is not None:
-            self.sent += part.values.nbytes
-            if self.bounded and (part.values.nbytes >= COPIED_BELOW_BYTES or self.confirm):
-                self.lent = self.sent
+        self.sent += part.values.nbytes
+        if self.bounded and (part.values.nbytes >= COPIED_BELOW_BYTES or self.confirm):
+            self.lent = self.sent
         return part
 
     @property
@@ -90,23 +87,22 @@ class Outflow:
 
 @dataclass(slots=True)
 class Inflow:
-    """Parts received from one rank and not yet taken: (values or None, bytes of the whole, code of their dtype).
+    """Parts received from one rank and not yet taken: (values, bytes of the whole, code of their dtype).
 
     digest: of the sender's call.  reports: the sender is told what is taken (the hub is not).
     """
 
     digest: int
     reports: bool = True
-    parts: deque[tuple[memoryview | None, int, int]] = field(default_factory=deque)
+    parts: deque[tuple[memoryview, int, int]] = field(default_factory=deque)
     taken: int = 0
     _reported: int = 0
     _is_awaited: bool = False
 
-    def put(self, values: memoryview | None, total: int, code: int, confirm: bool) -> None:
+    def put(self, values: memoryview, total: int, code: int, confirm: bool) -> None:
         """Keep a received part. confirm: the sender waits until it is taken, whatever its length."""
         self.parts.append((values, total, code))
-        nbytes = 0 if values is None else values.nbytes
-        self._is_awaited |= (nbytes >= COPIED_BELOW_BYTES or confirm) and self.reports
+        self._is_awaited |= (values.nbytes >= COPIED_BELOW_BYTES or confirm) and self.reports
 
     def take(self, nbytes: int) -> bool:
         """Count so many bytes as taken; return whether to report the total to the sender now."""
@@ -268,7 +264,7 @@ class Calls:
 
     # ------------------------------------------------------------------ received messages
 
-    def hear(self, source: int, head: Head, values: memoryview | None) -> None:
+    def hear(self, source: int, head: Head, values: memoryview = NOTHING) -> None:
         """Handle a message of another rank.
 
         Raise CollectiveMismatch if its call differs from this rank's, FramingError for an invalid message, and what an
@@ -298,7 +294,7 @@ class Calls:
         elif kind == Kind.WAITING:
             if number:
                 self._compare(number, source, head.text)
-            self.outgoing.append((source, Head(Kind.DOING, number=self.number, text=self._doing()), None))
+            self.outgoing.append((source, Head(Kind.DOING, number=self.number, text=self._doing()), NOTHING))
 
     def _hear_failed(self, source: int, theirs: int, error: OperationError, number: int) -> list[int]:
         """End a call in which the operation failed on another rank; return that rank if its call differs."""
@@ -322,7 +318,7 @@ class Calls:
         self._calls.pop(call.number, None)
         self._end(call, error)
 
-    def _hear_part(self, source: int, head: Head, values: memoryview | None) -> None:
+    def _hear_part(self, source: int, head: Head, values: memoryview) -> None:
         number = head.number
         call = self._calls.get(number)
         if call is None:
@@ -339,9 +335,8 @@ class Calls:
             call = self._calls[number] = Call(number)
         if call.text and head.digest != call.digest:
             return self._tell(source, number)
-        nbytes = 0 if values is None else values.nbytes
-        if nbytes > head.size or (head.size and not nbytes):
-            raise FramingError(f"a part of {nbytes} bytes of {head.size} of {self._name(source)}")
+        if values.nbytes > head.size or (head.size and not values.nbytes):
+            raise FramingError(f"a part of {values.nbytes} bytes of {head.size} of {self._name(source)}")
         from_source = call._sources.get(source)
         if from_source is None:
             from_source = call._sources[source] = Inflow(head.digest, reports=source != HUB)
@@ -365,10 +360,10 @@ class Calls:
         )
 
     def _say_to_all(self, head: Head) -> None:
-        self.outgoing += [(to, head, None) for to in self._other_ranks]
+        self.outgoing += [(to, head, NOTHING) for to in self._other_ranks]
 
     def _tell(self, to: int, number: int) -> None:
-        self.outgoing.append((to, Head(Kind.CALLED, number=number, text=self._texts[number]), None))
+        self.outgoing.append((to, Head(Kind.CALLED, number=number, text=self._texts[number]), NOTHING))
 
     # ------------------------------------------------------------------ the moves
 
@@ -431,15 +426,14 @@ class Calls:
                 f"call number {call.number}, {call.text}: {self._name(wanted.source)} sent {total} bytes, other than"
                 f" the {nbytes} of {call._dtype} that {self._name(self.rank)} awaits"
             )
-        if call._filling is not None or (values is not None and values.nbytes < total):
+        if call._filling is not None or values.nbytes < total:
             return self._fill(call, wanted, source, total)
         source.parts.popleft()
         call._wanted = None
         self._consume(call, wanted.source, source, total)
         if wanted.into is None:
-            return True, np.empty(0, call._dtype) if values is None else np.frombuffer(values, call._dtype)
-        if values is not None:
-            wanted.into.view(np.uint8)[:] = np.frombuffer(values, np.uint8)
+            return True, np.frombuffer(values, call._dtype)
+        wanted.into.view(np.uint8)[:] = np.frombuffer(values, np.uint8)
         return True, None
 
     def _fill(self, call: Call, wanted: Receive, source: Inflow, total: int) -> tuple[bool, Any]:
@@ -450,7 +444,7 @@ class Calls:
         filling, start = call._filling, call._filled
         while source.parts and start < total:
             values, size, _ = source.parts.popleft()
-            if values is None or size != total or start + values.nbytes > total:
+            if size != total or start + values.nbytes > total:
                 raise FramingError(f"{self._name(wanted.source)} sent parts that do not fit in {call.text}")
             filling[start : start + values.nbytes] = np.frombuffer(values, np.uint8)
             start += values.nbytes
@@ -469,7 +463,7 @@ class Calls:
             self._report(call, rank, source)
 
     def _report(self, call: Call, rank: int, source: Inflow) -> None:
-        self.outgoing.append((rank, Head(Kind.CONSUMED, number=call.number, size=source.taken), None))
+        self.outgoing.append((rank, Head(Kind.CONSUMED, number=call.number, size=source.taken), NOTHING))
 
     def _send(self, call: Call, step: Send) -> None:
         to = step.to

@@ -24,11 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from zmqtrain.collectives.algorithms import HUB
+from zmqtrain.collectives.algorithms import HUB, Traffic
 from zmqtrain.collectives.arrays import dtype_of_code
 from zmqtrain.collectives.calls import Call, Calls, Phases
 from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, CLOSING, Matching, Receiving, Sending, Status, Transfer
-from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind, digest, pack, unpack
+from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, NOTHING, Head, Kind, digest, pack, unpack
 from zmqtrain.core.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -224,16 +224,12 @@ _LONGEST_REASON = 400
 
 
 @dataclass(slots=True)
-class CommunicatorStatistics:
+class CommunicatorStatistics(Traffic):
     """Running figures of a communicator.
 
     bytes: of messages with their heads; values: bytes of arrays alone.  relayed: ranks that the hub passes messages to.
     """
 
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    messages_sent: int = 0
-    messages_received: int = 0
     values_sent: int = 0
     values_received: int = 0
     relayed: tuple[int, ...] = ()
@@ -341,22 +337,21 @@ class Group:
                         self.break_off(self._gone[rank])
                         return
 
-    def _send(self, to: int, head: Head, values: memoryview | None) -> None:
+    def _send(self, to: int, head: Head, values: memoryview = NOTHING) -> None:
         if to != self.rank:
             if to == HUB:
-                assert values is not None
                 size = self.endpoint.reduce(self.context, head, values)
             else:
                 size = self.endpoint.send(self.members[to], self.context, head, values)
-            self.traffic.count_sent(size, 0 if values is None else values.nbytes)
+            self.traffic.count_sent(size, values.nbytes)
             return
-        if values is not None and values.nbytes < COPIED_BELOW_BYTES:
+        if values.nbytes < COPIED_BELOW_BYTES:
             values = memoryview(bytes(values))
         self.matching.hear(self.rank, head, values)
 
     # ------------------------------------------------------------------ received messages
 
-    def hear(self, source: int, head: Head, values: memoryview | None) -> None:
+    def hear(self, source: int, head: Head, values: memoryview) -> None:
         kind = head.kind
         try:
             if kind == Kind.BROKEN:
@@ -438,7 +433,7 @@ class Group:
             )
             for to in self.others:
                 if to not in self._gone:
-                    self._send(to, head, None)
+                    self._send(to, head)
         self.settle()
         for question in list(self._questions):
             self._answer(question)
@@ -453,7 +448,7 @@ class Group:
         said = "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST_REASON]
         text = "".join(character if character.isprintable() else " " for character in said)
         for to in self.others:
-            self._send(to, Head(Kind.LEAVING, text=text), None)
+            self._send(to, Head(Kind.LEAVING, text=text))
         if self.broken is None:
             self.broken = self.lost(self.rank, _LEFT)
             self.calls.fail(self.broken)
@@ -545,7 +540,7 @@ class Endpoint:
         self.thread: int | None = None
         self._groups: dict[int, Group] = {}
         self._over: set[int] = set()
-        self._early: list[tuple[int, Head, memoryview | None]] = []
+        self._early: list[tuple[int, Head, memoryview]] = []
         self._lost: dict[int, str] = {}
         self._differed: set[int] = set()  # contexts
         self._said: dict[int, str] = {}  # by rank of the port: the survivors' last words
@@ -575,13 +570,10 @@ class Endpoint:
 
     # ------------------------------------------------------------------ the port's thread
 
-    def send(self, rank: int, context: int, head: Head, values: memoryview | None) -> int:
+    def send(self, rank: int, context: int, head: Head, values: memoryview = NOTHING) -> int:
         """Send one message to a rank of the port; return its bytes."""
         packed = pack(head, context)
-        if values is None:
-            self.port.send(rank, [packed])
-            return len(packed)
-        self.port.send(rank, [packed, values])
+        self.port.send(rank, [packed, values] if values.nbytes else [packed])
         return len(packed) + values.nbytes
 
     def reduce(self, context: int, head: Head, values: memoryview) -> int:
@@ -602,7 +594,7 @@ class Endpoint:
         if head.kind == Kind.SURVIVORS:
             self._hear_survivors(rank, head.text)
         elif group is not None and (rank == HUB or rank in group.members):
-            group.traffic.count_received(len(frames[0]), 0 if values is None else values.nbytes)
+            group.traffic.count_received(len(frames[0]), values.nbytes)
             group.hear(rank if rank == HUB else group.members.index(rank), head, values)
         elif group is None and head.context not in self._over and len(self._early) < _EARLY_MESSAGES:
             self._early.append((rank, head, values))
@@ -689,7 +681,7 @@ class Endpoint:
             self._said[self.port.rank] = words
             for rank in self._living():
                 if rank != self.port.rank:
-                    self.send(rank, 0, Head(Kind.SURVIVORS, text=words), None)
+                    self.send(rank, 0, Head(Kind.SURVIVORS, text=words))
         if self._unheard():
             return
         for group in list(self._groups.values()):

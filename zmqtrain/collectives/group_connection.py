@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from zmqtrain.collectives.reducer import REDUCE_BYTES, REDUCE_MESSAGES, window_bytes
 from zmqtrain.core.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused, ZmqTrainError
@@ -42,7 +42,7 @@ from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.pacing import COPY_BELOW_BYTES, Gate
 from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
-from zmqtrain.transport.zmq_keys import Credentials, CurveKeys
+from zmqtrain.transport.zmq_keys import CurveKeys
 
 logger = logging.getLogger(__name__)
 
@@ -316,17 +316,6 @@ class Meeting:
     keys: CurveKeys | None = field(default=None, repr=False)
 
 
-class _Dialer(NamedTuple):
-    """Connects to the hub of a group; the channel shares the threads of `beside`."""
-
-    credentials: Credentials
-    beside: RouterChannel
-
-    def dial(self, address: str, peer: PeerId) -> Channel:
-        hub_key, pair = self.credentials
-        return DealerChannel(address, peer=peer, keys=pair, server_key=hub_key, beside=self.beside)
-
-
 @dataclass
 class Rendezvous:
     """A group's meeting at the broker at `hub`. listen: as in `open_port`; the rest as the hub has it.
@@ -341,13 +330,14 @@ class Rendezvous:
     listen: str
     hub_key: bytes | None
     pair: CurveKeys | None = field(repr=False)
+    _router: RouterChannel = field(init=False, repr=False)
 
     async def meet(self) -> Meeting:
         """Bind, connect to the hub, and wait for the others. Raises as `open_port`."""
         own = CurveKeys.generate() if self.hub_key is not None else None
         bound = self.listen or _address_towards(self.hub)
-        router = RouterChannel(bound, keys=own, admission=None if own is None else Admission())
-        connection = GroupConnection(_Dialer((self.hub_key, self.pair), router), self.hub, self.name)
+        router = self._router = RouterChannel(bound, keys=own, admission=None if own is None else Admission())
+        connection = GroupConnection(self, self.hub, self.name)
         key, token = own.public.decode() if own is not None else "", secrets.token_hex(16)
         address = self.asked.address or public_address(bound, router.address, self.hub)
         asked = replace(self.asked, address=address, key=key, token=token)
@@ -357,6 +347,10 @@ class Rendezvous:
             await connection.leave()
             await router.close(0.0)
             raise
+
+    def dial(self, address: str, peer: PeerId) -> Channel:
+        """Connect to the hub of the group (a `Dialer`); the channel shares the threads of the router."""
+        return DealerChannel(address, peer=peer, keys=self.pair, server_key=self.hub_key, beside=self._router)
 
 
 def _address_towards(hub: str) -> str:

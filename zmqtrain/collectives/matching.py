@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.collectives.arrays import Tree, read_tree
-from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
+from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, NOTHING, Head, Kind
 from zmqtrain.core.errors import CollectiveMismatch, FramingError, LocalProtocolError, ZmqTrainError
 
 ANY_SOURCE = -1
@@ -33,10 +33,8 @@ ANY_SOURCE = -1
 ANY_TAG = -1
 """Any tag."""
 
-NOTHING = memoryview(b"")
-
-Outgoing = tuple[int, Head, Any]
-"""To which rank, what, and the values: anything with a buffer, or None."""
+Outgoing = tuple[int, Head, memoryview]
+"""To which rank, what, and the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +219,7 @@ class Matching:
         if nbytes < COPIED_BELOW_BYTES and eager.sent - eager.returned + cost <= EAGER_WINDOW_BYTES:
             eager.sent += cost
             head = Head(Kind.EAGER, number=sending.number, size=nbytes, place=sending.tag, text=text)
-            self.outgoing.append((to, head, values if nbytes else None))
+            self.outgoing.append((to, head, values))
             self._end(sending)
         else:
             self._sending[sending.number] = sending
@@ -303,7 +301,7 @@ class Matching:
 
     # ------------------------------------------------------------------ received messages
 
-    def hear(self, source: int, head: Head, values: memoryview | None) -> None:
+    def hear(self, source: int, head: Head, values: memoryview = NOTHING) -> None:
         """Take a message of another rank in; raise FramingError for what it cannot mean."""
         kind = head.kind
         if kind == Kind.PIECE:
@@ -337,13 +335,12 @@ class Matching:
             raise FramingError(f"{Kind(head.kind).name} of message {head.number}, which is not in flight there")
         return sending
 
-    def _hear_envelope(self, source: int, head: Head, values: memoryview | None) -> None:
+    def _hear_envelope(self, source: int, head: Head, values: memoryview) -> None:
         tree = read_tree(head.text)
-        if head.kind == Kind.EAGER:
-            values = memoryview(b"") if values is None else values
-        if head.size != tree.nbytes or (values is not None and values.nbytes != head.size) or head.place < 0:
+        is_here = head.kind == Kind.EAGER
+        if head.size != tree.nbytes or (is_here and values.nbytes != head.size) or head.place < 0:
             raise FramingError(f"a message of {head.size} bytes with tag {head.place} that describes {head.text[:80]}")
-        envelope = Envelope(source, head.place, head.number, head.size, tree, values)
+        envelope = Envelope(source, head.place, head.number, head.size, tree, values if is_here else None)
         for receiving in self._posted:
             if receiving.matches(envelope):
                 self._posted.remove(receiving)
@@ -369,13 +366,13 @@ class Matching:
             sending.taken = True
             self._pump(sending)
 
-    def _hear_piece(self, source: int, head: Head, values: memoryview | None) -> None:
+    def _hear_piece(self, source: int, head: Head, values: memoryview) -> None:
         receiving = self._filling.get((source, head.number))
         if receiving is None:
             raise FramingError(f"values of message {head.number}, which nobody here has taken")
         assert receiving.joined is not None
         total, start = receiving.joined.nbytes, receiving.received
-        if values is None or head.place != start or start + values.nbytes > total:
+        if not values.nbytes or head.place != start or start + values.nbytes > total:
             raise FramingError(f"values of message {head.number} from byte {head.place} on, awaited from {start} on")
         receiving.joined[start : start + values.nbytes] = np.frombuffer(values, np.uint8)
         receiving.received += values.nbytes
@@ -467,7 +464,7 @@ class Matching:
             del self._filling[transfer.envelope.source, transfer.envelope.number]
 
     def _say(self, to: int, head: Head) -> None:
-        self.outgoing.append((to, head, None))
+        self.outgoing.append((to, head, NOTHING))
 
     def _end(self, transfer: Transfer, error: ZmqTrainError | None = None) -> None:
         transfer.ended, transfer.error = True, error

@@ -536,6 +536,8 @@ class MeshPort:
     direct_seconds: a rank that is not reached directly within this is reached through the hub.
     """
 
+    clock: Clock = time
+
     def __init__(self, rendezvous: Rendezvous, direct_seconds: float) -> None:
         self._rendezvous, self.direct_seconds = rendezvous, direct_seconds
         self.thread = PortThread(self)
@@ -568,10 +570,6 @@ class MeshPort:
     @property
     def group(self) -> str:
         return self._group.group
-
-    @property
-    def clock(self) -> Clock:
-        return time
 
     def start(self, listener: PortListener) -> None:
         self.thread.start(listener)

@@ -75,6 +75,9 @@ class Head(NamedTuple):
     context: int = 0
 
 
+NOTHING = memoryview(b"")
+"""The values of a message that has none."""
+
 _HEAD = struct.Struct("<BBHIQQqQ")  # kind, flag, 0, context, number, size, place, digest
 HEAD_BYTES = _HEAD.size
 _KINDS = frozenset(int(kind) for kind in Kind)
@@ -95,8 +98,8 @@ def pack(head: Head, context: int) -> bytes:
     return packed + encoded
 
 
-def unpack(frames: Sequence[Buffer]) -> tuple[Head, memoryview | None]:
-    """Return the head of a message and its values as bytes (None: it has none).
+def unpack(frames: Sequence[Buffer]) -> tuple[Head, memoryview]:
+    """Return the head of a message and its values as bytes.
 
     Raise FramingError for what no rank of this version sends.
     """
@@ -113,7 +116,7 @@ def unpack(frames: Sequence[Buffer]) -> tuple[Head, memoryview | None]:
             text = bytes(frame[HEAD_BYTES:]).decode()
         except UnicodeDecodeError as error:
             raise FramingError(f"the text of a {Kind(kind).name} message is no utf-8") from error
-    values = None
+    values = NOTHING
     if len(frames) == 2:
         values = memoryview(frames[1]).cast("B")
         if kind not in _WITH_VALUES or values.nbytes > MAX_FRAME_BYTES:
