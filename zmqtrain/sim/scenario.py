@@ -214,8 +214,6 @@ class FrameNoise:
     def __init__(self, seed: str) -> None:
         self._random, self._shares = Random(seed), dict.fromkeys(NOISE_KINDS, 0.0)
         self._broken = False
-        self.done: dict[str, int] = {kind: 0 for kind in ("drop", *NOISE_KINDS)}
-        """How many frames of each fate there were."""
 
     def set(self, kind: FaultKind, share: float) -> None:
         """Do this to a share of the frames from now on; 0: to none."""
@@ -229,7 +227,7 @@ class FrameNoise:
         """Return what becomes of the next frame. payload_up: it is of a payload in flight to the hub."""
         if self._broken:
             self._broken = False
-            return self._done("drop", Fate(breaks=True))
+            return Fate(breaks=True)
         draw = self._random.random()
         for kind in NOISE_KINDS:
             if draw < self._shares[kind]:
@@ -239,10 +237,6 @@ class FrameNoise:
                     "duplicate": Fate((0.0, later)),
                     "reorder": Fate((later,)),
                 }
-                return self._done(kind, fates[kind])
+                return fates[kind]
             draw -= self._shares[kind]
         return Fate()
-
-    def _done(self, kind: str, fate: Fate) -> Fate:
-        self.done[kind] += 1
-        return fate

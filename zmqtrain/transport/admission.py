@@ -252,11 +252,6 @@ class Seats:
         """Return the seat of a peer; None for one that was never heard, or is forgotten."""
         return self._seats.get(peer)
 
-    def is_now(self, peer: PeerId, life: bytes) -> bool:
-        """Return whether this is the life in which the peer is heard."""
-        seat = self._seats.get(peer)
-        return seat is not None and seat.life == life
-
     def hear(
         self, peer: PeerId, name: str, key: str, life: bytes, descriptor: int, number: int
     ) -> tuple[str, set[int]]:

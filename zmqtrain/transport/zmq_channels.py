@@ -852,21 +852,22 @@ class RouterChannel:
                 with contextlib.suppress(zmq.ZMQError):  # it is gone, or reads nothing
                     self._port.send(notice(reason), routing_id_of(lane, peer, life))
             return False
+        seat = self._seats.get(peer)
         for former in ended if reason else ended - {descriptor}:
             there = self._speakers.get(former)
-            if there is None or (there[0] == peer and not self._seats.is_now(peer, there[1])):
+            if there is None or (there[0] == peer and (seat is None or seat.life != there[1])):
                 self._speakers.pop(former, None)
                 self._guard.cut(former)  # else that descriptor is another's by now
         if reason:
             self._refusals.count(reason, name or _name_in_a_log(peer))
             return False
-        if name and (seat := self._seats.get(peer)) is not None and not seat.told:
+        if name and seat is not None and not seat.told:
             seat.told = True
             logger.info("%s comes with the key of %s", _name_in_a_log(peer), name)
         self._speakers[descriptor] = speaker
         self._seats.note_lane(peer, lane, self._guard.clock.monotonic())
         self._guard.connections.proved(descriptor)
-        if (seat := self._seats.get(peer)) is not None and seat.spoke:
+        if seat is not None and seat.spoke:
             self._guard.connections.spoke(descriptor)
         return True
 
