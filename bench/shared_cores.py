@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from zmqtrain.planning.costs import DISPATCH_SECONDS, ExchangeCosts, exchange_costs
 from zmqtrain.planning.plans import Wish, load_of
-from zmqtrain.planning.schedule import BUSIEST, CODEC_WEIGHT, Load, Prediction, Schedule, fit, predict
+from zmqtrain.planning.schedule import CODEC_WEIGHT, Load, Prediction, Schedule, busiest_allowed, fit, predict
 
 __all__ = ["Shared", "Work", "fit_on", "load_on", "predict_on", "slowdown", "work_of"]
 
@@ -102,7 +102,9 @@ def load_on(wish: Wish, codec: str, fragments: int, cores: int, work: Work) -> L
 def fit_on(load: Load, work: Work, cores: int) -> Schedule:
     """Return the k and d that a plan takes, if the cores, too, are to be busy for no more than it lets any stage be."""
     fitting, total = fit(load), work.of_all(load.nodes, load.shards)
-    return replace(fitting, every=max(fitting.every, ceil(total / cores / BUSIEST / load.step_seconds)))
+    return replace(
+        fitting, every=max(fitting.every, ceil(total / cores / busiest_allowed(load.nodes) / load.step_seconds))
+    )
 
 
 def slowdown(busy: float, cores: int) -> float:

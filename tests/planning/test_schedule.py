@@ -14,11 +14,11 @@ from zmqtrain.codecs.payload import payload_size
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import LeafSpec, count_values
 from zmqtrain.planning.schedule import (
-    BUSIEST,
     HELD,
     Load,
     Schedule,
     best_option,
+    busiest_allowed,
     density_of,
     exchange_bytes,
     fit,
@@ -58,9 +58,8 @@ def test_k_is_the_smallest_that_leaves_every_stage_and_the_training_thread_room(
 
     def has_room(k):
         seconds = k * load.step_seconds
-        return max(stages(load).values()) <= BUSIEST * seconds * (1 + 1e-6) and load.held_seconds <= HELD * seconds * (
-            1 + 1e-6
-        )
+        busy = max(stages(load).values()) <= busiest_allowed(load.nodes) * seconds * (1 + 1e-6)
+        return busy and load.held_seconds <= HELD * seconds * (1 + 1e-6)
 
     assert has_room(every)
     assert every == 1 or not has_room((every - 1) * (1 - 2e-6))
@@ -116,7 +115,7 @@ def test_what_fits_is_not_put_off_and_comes_by_its_delay(load):
     assert predicted.age_steps == schedule.delay
     assert latency_seconds(load) <= schedule.delay * load.step_seconds * (1 + 1e-6)
     assert 1 / (1 + HELD) - 1e-6 <= predicted.efficiency <= 1
-    assert max(predicted.port_up, predicted.port_down, predicted.node_port) <= BUSIEST + 1e-6
+    assert max(predicted.port_up, predicted.port_down, predicted.node_port) <= busiest_allowed(load.nodes) + 1e-6
 
 
 @settings(max_examples=60)
@@ -150,9 +149,9 @@ def test_a_k_that_is_too_small_makes_the_period_longer_and_not_the_steps():
 
 
 def test_the_codecs_of_node_and_hub_bound_k_as_ports_do():
-    assert fit(replace(LOAD, node_seconds=0.8)).every == 20
-    assert fit(replace(LOAD, hub_seconds=0.8)).every == 20
-    assert predict(replace(LOAD, hub_seconds=0.8), Schedule(20, 40)).busiest == "the hub's codec"
+    assert fit(replace(LOAD, node_seconds=0.8)).every == 18
+    assert fit(replace(LOAD, hub_seconds=0.8)).every == 18
+    assert predict(replace(LOAD, hub_seconds=0.8), Schedule(18, 40)).busiest == "the hub's codec"
 
 
 def test_training_that_is_held_makes_k_larger_until_it_loses_little():

@@ -192,6 +192,24 @@ def test_the_first_plan_is_announced_for_some_versions_ahead() -> None:
     assert [at(timetable, version) for version in (3, 2 + LEAD_VERSIONS, 3 + LEAD_VERSIONS)] == [BEGIN, BEGIN, (12, 5)]
 
 
+def test_before_the_first_aggregate_a_plan_holds_at_once() -> None:
+    machine, timetable = replanning(Wanted())
+    assert machine.look(0, MODEL, crew("a"), 0.0) == Schedule(12, 5, 0, *SPECS)
+    assert at(timetable, 0) == (12, 5)
+
+
+def test_a_provisional_plan_gives_way_to_the_first_measured_one_at_once_and_is_announced_once() -> None:
+    wanted = Wanted()
+    machine, _ = replanning(wanted)
+    wanted.plan = Plan(12, 5, gain=2.0, provisional=True)
+    assert machine.look(0, MODEL, crew("a"), 0.0) == Schedule(12, 5, 0, *SPECS)
+    assert machine.look(1, MODEL, crew("a"), LOOK_SECONDS) is None
+    wanted.plan = Plan(13, 5, gain=1.01)
+    assert machine.look(2, MODEL, crew("a"), 2 * LOOK_SECONDS) == Schedule(13, 5, 2 + LEAD_VERSIONS, *SPECS)
+    wanted.plan = Plan(14, 5, gain=1.01)
+    assert machine.look(2 + LEAD_VERSIONS, MODEL, crew("a"), 3 * LOOK_SECONDS) is None
+
+
 def test_nothing_is_planned_before_the_run_has_parameters_or_while_too_little_is_known() -> None:
     wanted = Wanted()
     machine, _ = replanning(wanted)
@@ -253,7 +271,7 @@ def test_another_codec_is_announced_with_what_else_holds_and_the_planner_is_told
     wanted, team = Wanted(12, 5), crew("a")
     machine, timetable = replanning(wanted)
     wanted.plan = Plan(12, 5, codec=INT8, gain=1.5)
-    assert machine.look(0, MODEL, team, 0.0) == Schedule(12, 5, LEAD_VERSIONS, INT8, *SPECS[1:])
+    assert machine.look(0, MODEL, team, 0.0) == Schedule(12, 5, 0, INT8, *SPECS[1:])
     assert (wanted.held.codec, wanted.held.is_planned) == (FIRST["codec"], False)
     machine.look(LEAD_VERSIONS, MODEL, team, LOOK_SECONDS)
     assert wanted.held.codec == INT8 == timetable.at(LEAD_VERSIONS).codec
@@ -273,17 +291,17 @@ def test_while_the_same_nodes_are_here_a_plan_is_computed_now_and_then_only() ->
 def test_who_joins_or_leaves_changes_the_plan_at_once_but_not_before_the_last_one_holds() -> None:
     wanted = Wanted(12, 5)
     machine, _ = replanning(wanted)
-    machine.look(0, MODEL, crew("a"), 0.0)
+    machine.look(1, MODEL, crew("a"), 0.0)
     wanted.plan = Plan(13, 5)
-    assert machine.look(LEAD_VERSIONS - 1, MODEL, crew("a", "b"), 0.0) is None
-    assert machine.look(LEAD_VERSIONS, MODEL, crew("a", "b"), 0.0) == Schedule(13, 5, 2 * LEAD_VERSIONS, *SPECS)
+    assert machine.look(LEAD_VERSIONS, MODEL, crew("a", "b"), 0.0) is None
+    assert machine.look(1 + LEAD_VERSIONS, MODEL, crew("a", "b"), 0.0) == Schedule(13, 5, 1 + 2 * LEAD_VERSIONS, *SPECS)
     wanted.plan = Plan(12, 5)
-    assert machine.look(2 * LEAD_VERSIONS, MODEL, crew("b"), 0.0) == Schedule(12, 5, 3 * LEAD_VERSIONS, *SPECS)
+    assert machine.look(1 + 2 * LEAD_VERSIONS, MODEL, crew("b"), 0.0) == Schedule(12, 5, 1 + 3 * LEAD_VERSIONS, *SPECS)
 
 
 def test_what_a_planner_wants_is_kept_within_what_can_be() -> None:
     machine, _ = replanning(Wanted(0, -3))
-    assert machine.look(0, MODEL, crew("a"), 0.0) == Schedule(1, 0, LEAD_VERSIONS, *SPECS)
+    assert machine.look(0, MODEL, crew("a"), 0.0) == Schedule(1, 0, 0, *SPECS)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60))
@@ -338,7 +356,7 @@ def advance(hub: Hub, peer: str, versions: int) -> None:
 def test_the_hub_says_a_plan_once_and_again_when_nodes_come_or_go() -> None:
     wanted = Wanted(12, 5)
     hub = founded(wanted, "a")
-    assert announced(hub) == [Schedule(12, 5, LEAD_VERSIONS, *SPECS)] and announced(hub) == []
+    assert announced(hub) == [Schedule(12, 5, 0, *SPECS)] and announced(hub) == []
     advance(hub, "a", LEAD_VERSIONS)
     wanted.plan = Plan(24, 6)
     join(hub, "b")
@@ -352,11 +370,12 @@ def test_the_hub_says_a_plan_once_and_again_when_nodes_come_or_go() -> None:
 def test_a_newcomer_is_told_what_holds_and_what_follows_and_the_roster_says_what_holds() -> None:
     wanted = Wanted(12, 5)
     hub = founded(wanted, "a")
+    advance(hub, "a", 1)
     announced(hub)
-    assert join(hub, "b").schedules == ((-1, *BEGIN, *SPECS), (LEAD_VERSIONS, 12, 5, *SPECS))
+    assert join(hub, "b").schedules == ((-1, *BEGIN, *SPECS), (1 + LEAD_VERSIONS, 12, 5, *SPECS))
     assert (hub.roster(0.0).every, hub.roster(0.0).delay) == BEGIN
     advance(hub, "a", LEAD_VERSIONS)
-    assert join(hub, "c").schedules == ((LEAD_VERSIONS, 12, 5, *SPECS),)
+    assert join(hub, "c").schedules == ((1 + LEAD_VERSIONS, 12, 5, *SPECS),)
     assert (hub.roster(0.0).every, hub.roster(0.0).delay) == (12, 5)
 
 
@@ -369,20 +388,21 @@ def test_where_nothing_is_auto_no_planner_is_asked() -> None:
 
 def test_a_hub_goes_on_from_a_checkpoint_of_version_0_1_with_schedules_of_three_numbers() -> None:
     hub = founded(Wanted(12, 5), "a")
+    advance(hub, "a", 1)
     announced(hub)
     state = hub.state()
     state["schedules"] = [list(one[:3]) for one in state["schedules"]]
     again = Hub(AUTO, release_rule_from_spec("immediately"), "other")
     again.restore(state)
-    assert [at(again.timetable, version) for version in (0, LEAD_VERSIONS)] == [BEGIN, (12, 5)]
-    assert specs_at(again.timetable, LEAD_VERSIONS) == SPECS
+    assert [at(again.timetable, version) for version in (1, 1 + LEAD_VERSIONS)] == [BEGIN, (12, 5)]
+    assert specs_at(again.timetable, 1 + LEAD_VERSIONS) == SPECS
 
 
 def test_a_delta_of_the_codec_before_is_taken_and_a_stranger_s_codec_is_refused() -> None:
     wanted = Wanted(12, 5)
     hub = founded(wanted, "a")
     wanted.plan = Plan(12, 5, codec=INT8, broadcast_codec=INT8)
-    assert announced(hub) == [Schedule(12, 5, LEAD_VERSIONS, INT8, INT8, SPECS[2])]
+    assert announced(hub) == [Schedule(12, 5, 0, INT8, INT8, SPECS[2])]
     advance(hub, "a", LEAD_VERSIONS)
     for sequence, codec in ((10, FIRST["codec"]), (11, INT8)):
         publish = Publish(sequence, sequence, hub.version, 0, codec, (64,), 8, 8, nan)
@@ -396,10 +416,11 @@ def test_a_delta_of_the_codec_before_is_taken_and_a_stranger_s_codec_is_refused(
 
 def test_a_restarted_hub_goes_on_with_the_schedule_that_was_said() -> None:
     hub = founded(Wanted(12, 5), "a")
+    advance(hub, "a", 1)
     announced(hub)
     again = Hub(AUTO, release_rule_from_spec("immediately"), "other")
     again.restore(hub.state())
-    assert [at(again.timetable, version) for version in (0, LEAD_VERSIONS)] == [BEGIN, (12, 5)]
+    assert [at(again.timetable, version) for version in (1, 1 + LEAD_VERSIONS)] == [BEGIN, (12, 5)]
 
 
 @pytest.mark.parametrize("link", [{"link": -1.0}, {"link": nan}, {"link": inf}, {"share": 0.0}, {"share": 2.0}])

@@ -105,7 +105,7 @@ def test_every_node_comes_to_other_k_and_d_at_the_version_for_which_they_were_an
     assert len({plan["every"] for plan in plans}) > 1 and any("3 nodes" in plan["text"] for plan in plans)
     seen = set()
     for name in run.nodes:
-        version, held = -1, None
+        version, held = 0, None
         for event in run.nodes[name]:
             if event["kind"] == "application":
                 version = event["version"]

@@ -232,6 +232,8 @@ def _plan(wish: Wish, codec: str, fragments: int) -> RunPlan:
 ASSUMED_BITS = 1e9
 """The rate of a port that was not measured yet; a run with exchanges too small to measure it is not affected."""
 
+ASSUMED_STEP_SECONDS = 0.1
+"""The time of a step until the first node has reported its own: so a run on a thin link begins with a sparse code."""
 LEAST_MEASURED_BYTES = 1 << 20
 """A model of so many bytes or more fills a link when it is fetched: nothing is planned before that was measured."""
 FLOAT_BYTES = 4
@@ -288,10 +290,11 @@ class LoadPlanner:
         self._rule = release_rule_from_spec(settings.release)
 
     def __call__(self, model: ModelSpec, members: Sequence[Member], now: RunSettings) -> Plan | None:
-        """See Planner. None until a node has said how fast it is, and until a link is known that a model fills."""
-        steps = [seconds for member in members if (seconds := _step_seconds(member)) > 0]
+        """See Planner. None until a link is known that a model fills."""
+        measured = [seconds for member in members if (seconds := _step_seconds(member)) > 0]
+        steps = measured or [ASSUMED_STEP_SECONDS]
         known = self.share.rate > 0 or any(member.link_rate > 0 for member in members)
-        if not steps or not (known or FLOAT_BYTES * count_values(model) < LEAST_MEASURED_BYTES):
+        if not (known or FLOAT_BYTES * count_values(model) < LEAST_MEASURED_BYTES):
             return None
         held = _median_seconds(one.report.held_seconds for one in members if one.report is not None)
 
@@ -307,11 +310,12 @@ class LoadPlanner:
         return Plan(
             best.schedule.every,
             best.schedule.delay,
-            self._text(best),
+            self._text(best, bool(measured)),
             best.codec,
             best.broadcast_codec,
             best.outer,
             present.time / best.time,
+            provisional=not measured,
         )
 
     def _codecs(self) -> Sequence[str]:
@@ -322,14 +326,15 @@ class LoadPlanner:
         given = self.settings.broadcast_codec
         return [codec if given == AUTO else given]
 
-    def _text(self, option: Option) -> str:
+    def _text(self, option: Option, measured: bool) -> str:
         load = option.load
         bits = 8 * load.hub_rate / PAYLOAD_SHARE / self.share.share
         share = 100 / option.time
         return (
             f"{load.nodes} node{'s' * (load.nodes != 1)}, {_amount(bits, 'b')}/s x {self.share.share:g}, "
             f"{_amount(load.bytes_up, 'B')} up and {_amount(load.bytes_down, 'B')} down an exchange, "
-            f"step {1e3 * load.step_seconds:.3g} ms; predicted: {share:.0f} % of the speed of a free network, and "
+            f"step {1e3 * load.step_seconds:.3g} ms{'' if measured else ' (assumed)'}; "
+            f"predicted: {share:.0f} % of the speed of a free network, and "
             f"{option.prediction.busiest} is the limit"
         )
 

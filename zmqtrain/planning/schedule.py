@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, isfinite, log
+from math import ceil, hypot, isfinite, log
 
 from zmqtrain.codecs.base import Coding, coding_from_spec
 from zmqtrain.codecs.fragment import Layout
@@ -34,25 +34,26 @@ from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Message, Publish
 from zmqtrain.session.environment import NICENESS
 
-CODECS = (
-    "int8",
-    "int4",
-    "ternary",
-    *(
-        f"topk:density={density:g}+sign"
-        for density in (0.1, 0.07, 0.05, 0.035, 0.025, 0.018, 0.0125, 0.009, 0.006, 0.004, 0.0025, 0.0015, 0.001)
-    ),
+DENSITIES = (
+    *(0.1, 0.08, 0.065, 0.05, 0.04, 0.03, 0.025, 0.02, 0.015, 0.0125),
+    *(0.01, 0.008, 0.0065, 0.005, 0.004, 0.003, 0.002, 0.0015, 0.001),
 )
+CODECS = ("int8", "int4", "ternary", *(f"topk:density={density:g}+sign" for density in DENSITIES))
 """The codecs that auto chooses from, the densest first. The same one is used up and down."""
 
 FREE_DENSITY, FREE_NODES, FREE_POWER = 0.05, 4, 1.6
 SPARSE = 0.12
-"""top-k + sign: SPARSE * log(free / density)^2 more steps, where free is the density that costs nothing. It grows with
-the nodes, because an aggregate carries what all have sent: FREE_DENSITY * (nodes / FREE_NODES)^FREE_POWER.  With 4
-nodes 1.01, 1.10 and 1.31 times the steps at .05, .02 and .01 (seed 0; seeds 6 and 7: .97, 1.06, 1.26; at a width of 64:
-.94, 1.05, 1.16); with 8, 1.20 and 1.32 times at .05 and .025."""
-CODED = 0.01
-"""What any lossy codec is taken to cost at least; ternary and top-5 % + sign were 0 to 2 %."""
+"""top-k + sign: SPARSE * log(free / density)^2 more steps, where density is the share of the values that is sent in a
+step (that of an exchange over the steps of a turn), and free the density that costs nothing. It grows with the nodes,
+because an aggregate carries what all have sent: FREE_DENSITY * (nodes / FREE_NODES)^FREE_POWER; with fewer nodes than
+FREE_NODES it was not measured, and is taken to be the same.  With 4 nodes 1.01, 1.10 and 1.31 times the steps at .05,
+.02 and .01 (seed 0; seeds 6 and 7: .97, 1.06, 1.26; at a width of 64: .94, 1.05, 1.16); with 8, 1.20 and 1.32 times at
+.05 and .025. Half the density in each step does what the same density in each second step does: seconds to 2.10 with 4
+nodes at (k, d) = (1, 2) and (2, 2), a ring of 5 steps, seed 0: .1: 27.0 and 27.0, .05: 26.1 and 28.4, .02: 29.2 and
+33.8, .01 at k = 1: 33.5."""
+CODED, QUANTISED = 0.01, 0.02
+"""What a sparse code and a dense lossy one are taken to cost at least. Ternary and top-5 % + sign were 0 to 2 %; at
+k = 1 ternary took 1.07 and .99 times the seconds of top-5 % + sign (seeds 0 and 1, a ring of 5 steps)."""
 LATE, LATE_FREE, LATE_POWER = 0.14, 2.0, 0.9
 """Progress of others that is `age` steps old when it is applied: LATE * (age - LATE_FREE)^LATE_POWER more steps.  With
 k steps between exchanges it is (k - 1) / 2 steps older than its offer.  float32, seed 0: 1.00 times the steps at (k, d)
@@ -87,22 +88,24 @@ def density_of(spec: str) -> float:
     return density
 
 
-def _coded(spec: str, nodes: int) -> float:
-    density, free = density_of(spec), min(FREE_DENSITY * (nodes / FREE_NODES) ** FREE_POWER, 1.0)
-    if density >= free:
-        return 0.0 if coding_from_spec(spec).default.name in ("float32", "bf16") else CODED * (1.5 - min(density, 1.0))
-    return CODED * (1.5 - density) + SPARSE * log(free / density) ** 2
+def _coded(spec: str, nodes: int, turn_steps: float) -> float:
+    if coding_from_spec(spec).default.name in ("float32", "bf16"):
+        return 0.0
+    density = density_of(spec)
+    sent, free = density / max(1.0, turn_steps), min(FREE_DENSITY * max(1.0, nodes / FREE_NODES) ** FREE_POWER, 1.0)
+    return (QUANTISED if density == 1 else CODED) + SPARSE * log(max(1.0, free / sent)) ** 2
 
 
 def slowdown(nodes: int, turn_steps: float, age_steps: float, codec: str, broadcast_codec: str) -> float:
     """Return how many times the steps of exact synchronous training a run needs to a loss, at least 1.
 
-    turn_steps: until the whole model has been exchanged once.  age_steps: from an offer to its application.
+    turn_steps: until the whole model has been exchanged once.  age_steps: from an offer to its application.  Both
+    together cost less than their product: 1.49 times the steps with top-5 % + sign in 4 fragments, d = 4 (1.45, 1.24).
     """
     age = age_steps + (turn_steps - 1) / 2
     late = FRESH * age + LATE * max(0.0, age - LATE_FREE) ** LATE_POWER
-    coded = max(_coded(spec, nodes) for spec in (codec, broadcast_codec))
-    return float((1 + late) * (1 + coded))
+    coded = max(_coded(spec, nodes, turn_steps) for spec in (codec, broadcast_codec))
+    return 1 + hypot(late, coded)
 
 
 def ideal_speedup(nodes: int, node_batches: float = NODE_BATCHES) -> float:
@@ -122,11 +125,14 @@ def averaging_gain(nodes: int) -> float:
 PAYLOAD_SHARE = 0.956
 """What plain TCP carries of a port's rate at an MTU of 1,500: 956 of 1,000 Mb/s, measured."""
 
-BUSIEST = 0.8
-"""No stage may be busy for a larger share of the time: one that is nearly full makes a queue of every
-hesitation (in the simulator, runs of 64 nodes at 0.9 fell behind their plans: bench/sim_scale.py)."""
+BUSIEST, BUSIEST_OF_FEW, FEW_NODES = 0.8, 0.92, 8
+"""No stage may be busy for a larger share of the time; the second is for so few nodes.  A stage that is nearly full
+makes a queue of every hesitation: in the simulator, runs of 64 nodes at 0.9 fell behind their plans
+(bench/sim_scale.py), runs of 4 at 0.95 kept theirs."""
 
 ROUNDING = 1e-6
+TIME_DIGITS = 3
+"""Predicted times that are equal to so many digits are equal."""
 
 USUAL_SLACK = 1.25
 """What an exchange may take of its usual time before it comes too late for d."""
@@ -364,14 +370,19 @@ def latency_seconds(load: Load) -> float:
     return slowest + (sum(all_stages) - slowest) / pieces
 
 
+def busiest_allowed(nodes: int) -> float:
+    """Return the largest share of the time for which a stage may be busy."""
+    return BUSIEST_OF_FEW if nodes <= FEW_NODES else BUSIEST
+
+
 def fit(load: Load) -> Schedule:
     """Return the smallest k whose exchange fits, and the d after which its aggregate is there.
 
-    k: no stage is busy for more than BUSIEST of k steps, and training loses no more than HELD.  d: the sum of the
-    stages, USUAL_SLACK times, and one step by which nodes that offer together are apart; as many exchanges are in
+    k: no stage is busy for more than `busiest_allowed` of k steps, and training loses no more than HELD.  d: the sum of
+    the stages, USUAL_SLACK times, and one step by which nodes that offer together are apart; as many exchanges are in
     flight as that takes.
     """
-    busy = max(stages(load).values()) / BUSIEST
+    busy = max(stages(load).values()) / busiest_allowed(load.nodes)
     every = max(1, _up(max(busy, load.held_seconds / HELD) / load.step_seconds))
     return Schedule(every, fitting_delay(load))
 
@@ -391,7 +402,7 @@ def fitting_delay(load: Load) -> int:
 
 def fitting_periods(load: Load) -> tuple[int, ...]:
     """Return the k that are worth a look: the smallest at which no stage is too busy, and multiples of it."""
-    least = max(1, _up(max(stages(load).values()) / BUSIEST / load.step_seconds))
+    least = max(1, _up(max(stages(load).values()) / busiest_allowed(load.nodes) / load.step_seconds))
     return tuple(dict.fromkeys(max(least, round(least * factor)) for factor in PERIOD_FACTORS))
 
 
@@ -418,7 +429,8 @@ def judge_option(codec: str, broadcast_codec: str, load: Load, schedule: Schedul
     turn = prediction.model_period_steps
     age = max(float(schedule.delay), prediction.latency_seconds / load.step_seconds + 0.5)
     busy = stages(load)[prediction.busiest] / (prediction.period_steps * load.step_seconds)
-    if busy > BUSIEST + ROUNDING:  # offers wait for each other: as many as may be in flight, by Little's law
+    if busy > busiest_allowed(load.nodes) + ROUNDING:
+        # offers wait for each other: as many as may be in flight, by Little's law
         age = max(age, schedule.in_flight(load) * prediction.period_steps)
     slow = slowdown(load.nodes, turn, age, codec, broadcast_codec)
     outer = RARE_OUTER if turn >= RARE_TURN_STEPS else OFTEN_OUTER
@@ -435,7 +447,7 @@ def judge_option(codec: str, broadcast_codec: str, load: Load, schedule: Schedul
 
 
 def best_option(loads: Iterable[tuple[str, str, Load]], every: int = 0, delay: int = -1) -> Option:
-    """Return the option with the least time to a loss, the first of equal ones.
+    """Return the option with the least time to a loss, of equal ones that with the fewest bytes.
 
     loads: (codec, broadcast_codec, load) of each way to code.  every, delay: as configured; 0, -1: chosen.
     """
@@ -444,7 +456,10 @@ def best_option(loads: Iterable[tuple[str, str, Load]], every: int = 0, delay: i
         for codec, broadcast_codec, load in loads
         for k in ((every,) if every else fitting_periods(load))
     )
-    return min(options, key=lambda option: option.time)
+    return min(
+        options,
+        key=lambda option: (round(option.time, TIME_DIGITS), option.prediction.mb_up + option.prediction.mb_down),
+    )
 
 
 def predict(load: Load, schedule: Schedule) -> Prediction:

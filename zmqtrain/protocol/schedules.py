@@ -3,8 +3,9 @@
 Rule 1: a schedule begins some versions ahead: every node adopts it at the step boundary at which it has applied that
 version, so all agree without asking. A delta and an aggregate name their codec, so one that is in flight at the change
 can still be read.
-Rule 2: a plan is made when nodes join or leave, and when measurements ask for another one without interruption for
-`HOLD_VERSIONS` and `HOLD_SECONDS`: a plan that changes with every hesitation of a PC costs more than it gains.
+Rule 2: a plan is made when nodes join or leave, when the first node reports the time of its step, and when measurements
+ask for another one without interruption for `HOLD_VERSIONS` and `HOLD_SECONDS`: a plan that changes with every
+hesitation of a PC costs more than it gains.
 Rule 3: how a plan follows from measurements is the planner's business; what is fixed in the settings stays.
 """
 
@@ -22,7 +23,9 @@ from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.members import Member
 from zmqtrain.protocol.messages import Schedule, WireSchedule
 
-LEAD_VERSIONS = 4  # a schedule begins this many versions ahead: no node has applied that version yet
+LEAD_VERSIONS = 4
+"""A schedule begins this many versions ahead: no node has applied that version yet. At version 0 it begins at once,
+because no aggregate was made yet."""
 HOLD_VERSIONS, HOLD_SECONDS = 16, 5.0
 CHANGE, DELAY_CHANGE = 0.25, 2
 """Another plan, if its gain is not known, differs in k or d by this share, and in d by at least so many steps."""
@@ -112,7 +115,7 @@ class Timetable:
 @dataclass(frozen=True)
 class Plan:
     """A planner's choice of what is auto. text: its reasons, for people. gain: how many times as fast the run reaches a
-    loss with it as with what holds, as predicted (0: not known)."""
+    loss with it as with what holds, as predicted (0: not known).  provisional: it assumes what is measured soon."""
 
     every: int
     delay: int
@@ -121,6 +124,7 @@ class Plan:
     broadcast_codec: str = ""
     outer: str = ""
     gain: float = 0.0
+    provisional: bool = False
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -166,10 +170,10 @@ class Replanning:
         wanted |= {"every": min(max(plan.every, 1), MOST_STEPS), "delay": min(max(plan.delay, 0), MOST_STEPS)}
         if nodes == self._nodes and not self._holds(_is_other(settings, wanted, plan.gain), plan.gain, version, now):
             return None
-        self._nodes, self._other_since = nodes, None
+        self._nodes, self._other_since = frozenset() if plan.provisional else nodes, None
         if wanted == settings.to_dict():
             return None
-        self.text, self._from_version = plan.text, version + LEAD_VERSIONS
+        self.text, self._from_version = plan.text, version + LEAD_VERSIONS if version else 0
         specs = (wanted["codec"], wanted["broadcast_codec"], wanted["outer"])
         schedule = Schedule(wanted["every"], wanted["delay"], self._from_version, *specs)
         self._timetable.add(schedule)
