@@ -22,8 +22,8 @@ from runs import BrokerProcess, batches, broker, parameters, sgd
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CheckpointError, ConfigError, JoinRefused, ModelMismatch
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.monitor import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.ledger import audit, lives_of, releases_of
+from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import read_records
 from zmqtrain.node.connect import connect
 from zmqtrain.train.sync import DelayedSync

@@ -10,7 +10,7 @@ import pytest
 from runs import broker
 
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.monitor import BrokerRecorder, NodeRecorder
+from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record, read_records
 from zmqtrain.node.connect import connect
 from zmqtrain.node.node import Node

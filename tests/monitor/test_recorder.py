@@ -10,8 +10,8 @@ from tests.fixed import fixed_run
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Update
-from zmqtrain.monitor import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.ledger import lives_of
+from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import read_records
 from zmqtrain.protocol.effects import Contribution, Reduce
 

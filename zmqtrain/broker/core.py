@@ -116,7 +116,6 @@ class BrokerCore:
         return clock.monotonic()
 
     def model_bytes(self) -> int:
-        """Return the size of the parameters, in bytes."""
         return 4 * sum(leaf.values for leaf in self.hub.model)
 
     # ------------------------------------------------------------------ sending peers away
@@ -301,7 +300,6 @@ class BrokerLog:
             logger.warning(text + "that it would have had", self._hub.settings.start_nodes, self._hub.version)
 
     def stopping(self, peer: PeerId, nodes: int) -> None:
-        """An operator ends the run. nodes: the number of nodes here."""
         what = "one node sends what it has computed, and ends" if nodes == 1 else "no node is here"
         if nodes > 1:
             what = f"{nodes} nodes send what they have computed, and end"
@@ -318,7 +316,6 @@ class BrokerLog:
             logger.info("all %d data units are done and every node has left: the run is over", total)
 
     def ended(self, aggregator: Aggregator, bytes_up: int, bytes_down: int) -> None:
-        """Report the run's figures and parameters."""
         if isinstance(self._events, NoEvents):
             return  # no leaves are joined for nobody
         figures = {

@@ -115,7 +115,6 @@ class PendingUploads:
             self._core.carry_out(self._hub.broken(peer, announcement.transfer, reason, str(error), self._core.now()))
 
     def arrived(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
-        """Check a transfer that has arrived whole, and tell the hub."""
         spawn(self._check(peer, announcement, frames))
 
     async def _check(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:

@@ -11,7 +11,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -174,7 +174,7 @@ def serve(
 
 @dataclass
 class _Host:
-    """One call of `serve`, whose arguments it has. brokers: the one that runs, if it has begun."""
+    """One call of `serve`, whose arguments it has. broker: the one that runs, if it has begun."""
 
     address: str
     settings: RunSettings | None
@@ -184,7 +184,7 @@ class _Host:
     following: Callable[[Standby], None]
     interrupted: Callable[[int], None] | None
     registration: Registration | None = None
-    brokers: list[Broker] = field(default_factory=list)
+    broker: Broker | None = None
 
     async def run(self) -> BrokerStatistics:
         if self.settings is not None:
@@ -202,8 +202,8 @@ class _Host:
                 await asyncio.gather(watcher, return_exceptions=True)
 
     def dismiss(self, peer: PeerId, why: str) -> None:
-        for broker in self.brokers:
-            broker.dismiss(peer, why)
+        if self.broker is not None:
+            self.broker.dismiss(peer, why)
 
     async def _live(self, channel: RouterChannel, access: RouterAccess) -> BrokerStatistics:
         try:
@@ -211,21 +211,15 @@ class _Host:
             if self.standby is not None and (takeover := await self._follow(channel, access, self.standby)) is None:
                 await channel.close()
                 return BrokerStatistics(-1, 0, 0, 0, 0, 0, 0.0, 0, 0)
-            broker = await self._make_broker(channel, access, takeover)
+            self.broker = broker = await self._make_broker(channel, access, takeover)
             if self.interrupted is not None:
                 _stop_at_signals(broker, self.interrupted)
-            self.brokers.append(broker)
             self.ready(broker)
-        except BaseException:  # or the port would stay open without a broker
-            if self.registration is not None:
-                self.registration.close()
-            await channel.close(0.0)
-            raise
-        try:
             await broker.run()
         finally:
             if self.registration is not None:
                 await asyncio.to_thread(self.registration.close)
+            await channel.close(0.0)  # or the port would stay open without a broker
         if (watch := self.options.get("watch")) is not None:
             watch(broker.admin.describe(broker.hub.roster(clock.monotonic())))  # how the run ended
         return broker.statistics()

@@ -150,7 +150,6 @@ class StandbyService:
         self._held, self._announced, self._closing_since = -2, version, None
 
     def holds(self, version: Version, now: float) -> None:
-        """The standby holds this version."""
         self._held = max(self._held, version)
         if (standby := self._hub.standby) is not None:
             self._hub.lease.returned(standby.address)
@@ -197,7 +196,6 @@ class StandbyService:
         self._paused = paused
 
     def close(self) -> None:
-        """End the session with a standby that was lost."""
         if self._rival is not None:
             self._rival.close()
             self._rival = None
@@ -570,7 +568,6 @@ class Registration(_FirstSession):
         return self.peer.over and (not nodes or now - self._not_over_at > self.settings.lost_seconds)
 
     def close(self) -> None:
-        """Say goodbye to the first, and end the thread."""
         self._link.close("")
 
     def on_changed(self) -> None:

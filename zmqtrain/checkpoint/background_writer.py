@@ -78,7 +78,6 @@ class BackgroundWriter:
         self._idle.set()
 
     def written(self, version: int) -> None:
-        """Record that this version is on the disk."""
         if self.unsaved:
             logger.warning("%s are written again, from version %d", self._what, version)
         self.unsaved = False
