@@ -138,6 +138,11 @@ def plural(count: float, one: str, several: str = "") -> str:
     return f"{figure} {one if count == 1 else several or one + 's'}"
 
 
+def _counted(count: float, one: str, several: str = "") -> str:
+    """Return 3400 deltas as "3.4 k deltas"."""
+    return f"{format_count(count)} {one if count == 1 else several or one + 's'}"
+
+
 def format_rate(bytes_per_second: float) -> str:
     """Return 119.5e6 as "956 Mb/s"."""
     text = _scaled(8 * bytes_per_second, 1000.0, ("b", "kb", "Mb", "Gb", "Tb"))
@@ -179,6 +184,11 @@ def _figure(member: Member, name: str) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
+def _figures(roster: Roster, name: str) -> list[float]:
+    """This figure of all members that have it."""
+    return [value for member in roster.members if math.isfinite(value := _figure(member, name))]
+
+
 def _count(facts: Member, name: str) -> int:
     """A count, 0 if there is none, or if it is not a number."""
     value = facts.get(name, 0)
@@ -195,46 +205,48 @@ def _word(facts: Member, name: str) -> str:
 
 def roster_headline(roster: Roster, separator: str = " · ") -> str:
     """Return how the run stands, without its members; separator: before the held-out scores (a line's end, say)."""
-    parts = [f"{format_seconds(roster.seconds)}"]
-    parts.append(_version(roster))
-    parts.append(plural(len(roster.members), "node"))
-    if roster.samples or not roster.exchange:  # past the broker, they are counted in the end
-        parts.append(f"{format_count(roster.samples)} sample{'s' * (roster.samples != 1)}")
-    if roster.hub.get("ending"):
-        parts.append("an operator ends the run: nodes send what they have computed")
+    hub, served = roster.hub, roster.served
+    dropped = sum(_count(hub, kind) for kind in DROPPED)
+    quarantined = sum(member.get("state") == "quarantined" for member in roster.members)
+    refused, turned_away, missing = _count(hub, "refused"), _count(hub, "turned_away"), name_missing(roster.shards)
+    way = ""
     if roster.exchange:
-        parts.append(f"exchange {printable(roster.exchange.partition(',')[0])}")
+        way = f"exchange {printable(roster.exchange.partition(',')[0])}"
     elif roster.every:
-        codec = roster.hub.get("codec", "")
-        parts.append(f"k {roster.every}, d {roster.delay}" + (f", {printable(str(codec))}" if codec else ""))
-    if roster.units_total:
-        parts.append(f"{roster.units_done}/{roster.units_total} units{_progress(roster)}")
-    if dropped := sum(_count(roster.hub, kind) for kind in DROPPED):
-        parts.append(f"{format_count(dropped)} stale or double message{'s' * (dropped != 1)} dropped")
-    parts += _refusals(roster)
-    if roster.hub.get("waits_for_room"):
-        parts.append("the broker's disk is full: nothing is released until there is room")
-    elif roster.hub.get("unsaved"):
-        parts.append("the broker's disk is full: no checkpoint is written until there is room")
-    if term := _count(roster.hub, "term"):
-        parts.append(f"term {term}")
-    if standby := _word(roster.hub, "standby"):
-        parts.append(f"standby {standby}")
-    if missing := name_missing(roster.shards):
-        parts.append(f"without {missing}")
-    if served := roster.served:
-        keys, pushes, clients = (
-            f"{format_count(count)} {one if count == 1 else several}"
-            for one, several in (("key", "keys"), ("push", "pushes"), ("client", "clients"))
-            for count in (_count(served, several),)
-        )
-        size = format_bytes(_count(served, "bytes"))
-        parts.append(f"serves {keys}, {size}: {pushes}, {clients} now")
-    line = " · ".join(parts)
-    line += f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else ""
-    line += _worse(roster)
+        codec = hub.get("codec", "")
+        way = f"k {roster.every}, d {roster.delay}" + (f", {printable(str(codec))}" if codec else "")
+    full = ""
+    if hub.get("waits_for_room"):
+        full = "the broker's disk is full: nothing is released until there is room"
+    elif hub.get("unsaved"):
+        full = "the broker's disk is full: no checkpoint is written until there is room"
+    pushes, clients = (
+        _counted(_count(served, "pushes"), "push", "pushes"),
+        _counted(_count(served, "clients"), "client"),
+    )
+    keys = f"{_counted(_count(served, 'keys'), 'key')}, {format_bytes(_count(served, 'bytes'))}"
+    parts = (
+        format_seconds(roster.seconds),
+        _version(roster),
+        plural(len(roster.members), "node"),
+        # past the broker, samples are counted in the end
+        _counted(roster.samples, "sample") if roster.samples or not roster.exchange else "",
+        "an operator ends the run: nodes send what they have computed" if hub.get("ending") else "",
+        way,
+        f"{roster.units_done}/{roster.units_total} units{_progress(roster)}" if roster.units_total else "",
+        f"{_counted(dropped, 'stale or double message')} dropped" if dropped else "",
+        f"{quarantined} quarantined" if quarantined else "",
+        f"{_counted(refused, 'delta')} refused" if refused else "",
+        f"{format_count(turned_away)} turned away at its port in the last minute" if turned_away else "",
+        full,
+        f"term {term}" if (term := _count(hub, "term")) else "",
+        f"standby {standby}" if (standby := _word(hub, "standby")) else "",
+        f"without {missing}" if missing else "",
+        f"serves {keys}: {pushes}, {clients} now" if served else "",
+    )
+    scores = f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else ""
     gain = roster_gain(roster)
-    return line + (f"{separator}{gain}" if gain else "")
+    return " · ".join(filter(None, parts)) + scores + _worse(roster) + (f"{separator}{gain}" if gain else "")
 
 
 def _worse(roster: Roster) -> str:
@@ -272,18 +284,6 @@ def _percent(part: float, about: str = "") -> str:
     return f"{about}{100 * part:.0f} %" if part >= 0.01 else "less than 1 %"
 
 
-def _refusals(roster: Roster) -> list[str]:
-    """What the broker does not take: of nodes, and of whom it does not let in."""
-    quarantined = sum(member.get("state") == "quarantined" for member in roster.members)
-    refused, turned_away = _count(roster.hub, "refused"), _count(roster.hub, "turned_away")
-    said = [f"{quarantined} quarantined"] if quarantined else []
-    if refused:
-        said.append(f"{format_count(refused)} delta{'s' * (refused != 1)} refused")
-    if turned_away:
-        said.append(f"{format_count(turned_away)} turned away at its port in the last minute")
-    return said
-
-
 def _progress(roster: Roster) -> str:
     """How much of the data is done, and how long the rest takes: at the nodes' speed of now, else at that so far."""
     done, total = roster.units_done, roster.units_total
@@ -291,8 +291,8 @@ def _progress(roster: Roster) -> str:
         return ""
     part = done / total
     percent = f" ({int(100 * part)} %"
-    speeds = [speed for one in roster.members if math.isfinite(speed := _figure(one, "samples_per_second"))]
-    a_unit = roster.samples / done / sum(speeds) if roster.samples and sum(speeds) > 0 else roster.seconds / done
+    speed = sum(_figures(roster, "samples_per_second"))
+    a_unit = roster.samples / done / speed if roster.samples and speed > 0 else roster.seconds / done
     left = a_unit * (total - done)
     return percent + (f", about {format_seconds(left)} left)" if done < total else ")")
 
@@ -308,11 +308,9 @@ def roster_line(roster: Roster) -> str:
     """Return the run and the sums over its members in one plain line."""
     if not roster.members:
         return visible(roster_headline(roster))
-    losses = [loss for member in roster.members if math.isfinite(loss := _figure(member, "loss"))]
-    rate = sum(rate for member in roster.members if math.isfinite(rate := _figure(member, "samples_per_second")))
-    sent = sum(count for member in roster.members if math.isfinite(count := _figure(member, "bytes_sent")))
-    received = sum(count for member in roster.members if math.isfinite(count := _figure(member, "bytes_received")))
-    line = f"{roster_headline(roster)} · {format_count(rate)}/s"
+    losses, rates = _figures(roster, "loss"), _figures(roster, "samples_per_second")
+    sent, received = sum(_figures(roster, "bytes_sent")), sum(_figures(roster, "bytes_received"))
+    line = f"{roster_headline(roster)} · {format_count(sum(rates))}/s"
     if losses:
         line += f" · loss {format_number(sum(losses) / len(losses))}"
     line += f" · up {format_bytes(sent)}, down {format_bytes(received)}"

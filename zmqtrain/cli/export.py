@@ -47,19 +47,17 @@ def model_of_run(
     Raises ConfigError where the run has none yet, HubUnreachable, JoinRefused.
     """
     with _look_on(address, server_key, keys, timeout_seconds) as node:
-        facts, parts = _part(node)
-        shards = node.settings.shards
+        facts, part = _part(node)
+        shards, parts = node.settings.shards, [part]
         if shards == 1:
-            return parts[0], facts
-        for shard, other in enumerate(node.shards):
-            if shard == 0:
-                continue
+            return part, facts
+        for shard, other in enumerate(node.shards[1:], 1):
             if not other:
                 raise ZmqTrainError(
                     f"the broker of shard {shard} of {shards} is not there, and has a part of the model"
                 )
             with _look_on(other, server_key, keys, timeout_seconds) as line:
-                of_shard, (part,) = _part(line)
+                of_shard, part = _part(line)
                 parts.append(part)
                 facts = min(facts, of_shard, key=lambda one: one.version)
     return join_parts(facts.leaves, parts), facts
@@ -71,7 +69,7 @@ def _look_on(address: str, server_key: GivenServerKey, keys: GivenKeys, timeout_
     return node
 
 
-def _part(node: Node) -> tuple[ModelFacts, list[dict[str, NDArray[Any]]]]:
+def _part(node: Node) -> tuple[ModelFacts, dict[str, NDArray[Any]]]:
     """Return the facts of what one broker has of the model, and that, flat where it is not a whole leaf."""
     settings, model = node.settings, node.peer.run_model
     snapshot, frames = node.fetch_copy(COPY_SECONDS)
@@ -89,7 +87,7 @@ def _part(node: Node) -> tuple[ModelFacts, list[dict[str, NDArray[Any]]]]:
         evaluation_version=-1 if roster is None else roster.score_version,
         leaves=model,
     )
-    return facts, [{leaf.path: values for leaf, values in zip(model, leaves, strict=True)}]
+    return facts, {leaf.path: values for leaf, values in zip(model, leaves, strict=True)}
 
 
 def model_of_folder(folder: Path) -> Model:

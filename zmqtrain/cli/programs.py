@@ -38,11 +38,8 @@ def _run(config: ProgramsConfig) -> int:
             f"there is no program {config.name!r} here; the choices are {', '.join(names)}. An installed package adds "
             f"its own by an entry point in the group {ENTRY_POINT_GROUP}"
         )
-    print(
-        visible(
-            "\n\n".join(describe_one(name, bool(config.name)) for name in ([config.name] if config.name else names))
-        )
-    )
+    shown = [config.name] if config.name else names
+    print(visible("\n\n".join(describe_one(name, bool(config.name)) for name in shown)))
     return 0
 
 
