@@ -20,6 +20,8 @@ from zmqtrain.collectives.reductions import OPERATIONS, find_reduction
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.transport.memory_ports import memory_ports
 
+from orders import evaluated
+
 SECONDS = 60.0
 PAGE = (Path(__file__).parents[1] / "docs" / "mpi.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -108,8 +110,9 @@ def test_the_table_of_algorithms_has_the_formulas_of_the_code() -> None:
         if name == "recursive_halving":  # the table's are for a power of two
             cost = COSTS["ring"]
             assert port_bytes(name, 8, 800) == port_bytes("ring", 8, 800)
-        else:
-            assert messages == cost.messages and steps.partition(",")[0] == cost.steps
+        for size in (2, 4, 8):
+            assert evaluated(messages, size) == messages_sent(name, size)
+            assert evaluated(steps.partition(",")[0], size) == steps_taken(name, size)
         assert each == cost.each
         assert {"(N-1) S": 700, "2 (N-1)/N S": 175, "ceil(log2 N) S": 300}[port] == port_bytes(name, 8, 100)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +11,14 @@ import numpy as np
 from zmqtrain.collectives.algorithms import share_bounds
 from zmqtrain.collectives.reductions import Reduction, Values
 
-__all__ = ["fold", "pair", "reduced", "reduced_to"]
+__all__ = ["evaluated", "fold", "pair", "reduced", "reduced_to"]
+
+
+def evaluated(formula: str, size: int) -> float:
+    """What a page's formula in N (or P, of a power of two) comes to: "2 N (N-1)", "2 floor(log2 N)"."""
+    program = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", re.sub(r"log2 (\w)", r"log2(\1)", formula))
+    value: float = eval(program, {"N": size, "P": size, "log2": math.log2, "floor": math.floor})
+    return value
 
 
 def fold(arrays: Sequence[Values], op: Reduction) -> Values:

@@ -25,16 +25,13 @@ class Cost:
     """What one algorithm costs, in words and as functions. N or size: ranks; S: the bytes of an array; P: the largest
     power of two that is not above N.
 
-    each, messages, steps: formulas: what one rank sends, in how many messages all send what they send, how many of them
-      go one after another.
+    each: what one rank sends, as a formula.
     values_sent(size, values, rank): what a rank sends.  messages_sent(size): in how many messages all send what they
       send, where no array is cut in chunks.  steps_taken(size): the steps.
     port_share(size): how many arrays pass the busiest port one way (phases that wait for each other add up).
     """
 
     each: str
-    messages: str
-    steps: str
     values_sent: Callable[[int, int, int], int]
     messages_sent: Callable[[int], int]
     steps_taken: Callable[[int], int]
@@ -110,8 +107,6 @@ def _halving(size: int, values: int, rank: int) -> int:
 COSTS: dict[str, Cost] = {
     "naive": Cost(
         "(N-1) S",
-        "N (N-1)",
-        "1",
         lambda size, values, rank: (size - 1) * values,
         lambda size: size * (size - 1),
         lambda size: min(1, size - 1),
@@ -119,8 +114,6 @@ COSTS: dict[str, Cost] = {
     ),
     "ring": Cost(
         "2 (N-1)/N S",
-        "2 N (N-1)",
-        "2 (N-1)",
         lambda size, values, rank: 2 * values - _share(size, values, rank) - _share(size, values, rank + 1),
         lambda size: 2 * size * (size - 1),
         lambda size: 2 * (size - 1),
@@ -128,8 +121,6 @@ COSTS: dict[str, Cost] = {
     ),
     "parallel": Cost(
         "2 (N-1)/N S",
-        "2 N (N-1)",
-        "2",
         lambda size, values, rank: values + (size - 2) * _share(size, values, rank),
         lambda size: 2 * size * (size - 1),
         lambda size: 2 * min(1, size - 1),
@@ -137,8 +128,6 @@ COSTS: dict[str, Cost] = {
     ),
     "tree": Cost(
         "S to the parent, S to each child",
-        "2 (N-1)",
-        "2 floor(log2 N)",
         lambda size, values, rank: values * (len(children(rank, size)) + (rank != 0)),
         lambda size: 2 * (size - 1),
         lambda size: 2 * (size.bit_length() - 1),
@@ -146,8 +135,6 @@ COSTS: dict[str, Cost] = {
     ),
     "halving": Cost(
         "2 (P-1)/P S; of N-P pairs 3/2 S more, and S",
-        "2 P log2 P, and 5 for each of N-P pairs",
-        "2 log2 P, and 3 if N is not P",
         _halving,
         lambda size: 2 * _power(size) * (size.bit_length() - 1) + 5 * (size - _power(size)),
         lambda size: 2 * (size.bit_length() - 1) + (3 if size != _power(size) else 0),
@@ -155,8 +142,6 @@ COSTS: dict[str, Cost] = {
     ),
     "sequential": Cost(
         "S; rank 0 (N-1) S",
-        "2 (N-1)",
-        "2",
         lambda size, values, rank: values * (size - 1 if rank == 0 else 1),
         lambda size: 2 * (size - 1),
         lambda size: 2 * min(1, size - 1),
@@ -164,8 +149,6 @@ COSTS: dict[str, Cost] = {
     ),
     "hub": Cost(
         "S; the hub N S",
-        "2 N",
-        "2",
         lambda size, values, rank: size * values if rank < 0 else values,
         lambda size: 2 * size,
         lambda size: 2,
