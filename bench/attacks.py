@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from random import Random
 
 import msgpack
@@ -270,7 +270,7 @@ def largest_heads(random: Random, size: int = (1 << 20) - 4096) -> Iterator[byte
     for kind in random.sample(MESSAGES, len(MESSAGES)):
         name = msgpack.packb(kind.__name__)
         beginning = b"\x95" + b"".join(msgpack.packb(part) for part in (PROTOCOL_VERSION, 0, 0)) + name
-        names = [field.name for field in fields(kind)] or ["x"]
+        names = [*kind.__struct_fields__] or ["x"]
         for filling in (b"\x80", b"\x90", b"\x01", b"\x92\x90\x80", b"\xc0", b"\xa1x"):  # maps, lists, numbers, ...
             for long in names:
                 pairs = [(one, b"\x01") for one in names if one != long]

@@ -23,7 +23,7 @@ import argparse
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import jax
@@ -39,7 +39,7 @@ from zmqtrain.core.types import Buffer, Offer, PeerId
 from zmqtrain.planning.costs import COSTS, CodecCosts, SparseCosts
 from zmqtrain.planning.schedule import model_of
 from zmqtrain.protocol.effects import Contribution, Reduce
-from zmqtrain.protocol.messages import Aggregate, Publish
+from zmqtrain.protocol.messages import Aggregate, Publish, replace_fields
 from zmqtrain.train.anchor import DeviceMoves
 
 from report import print_table, write_json
@@ -130,7 +130,7 @@ def measure(spec: str, values: int, rounds: int) -> CodecCosts:
         coder.withdraw(rounds + number)
         frames = hub.round(MOST_CONTRIBUTIONS if number % 2 else 1)
         aggregate = Aggregate(number, number + 1, spec, (0,), (len(frames),), (), ((PEER, number),), 1)
-        aggregate = replace(aggregate, codec=coder.broadcast_coding.name)
+        aggregate = replace_fields(aggregate, codec=coder.broadcast_coding.name)
         watch.time(
             "decode",
             lambda a=aggregate, n=number, f=frames: coder.decode_aggregate(a, (n,), f),  # type: ignore[misc]

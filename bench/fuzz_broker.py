@@ -228,7 +228,7 @@ def _check_bounds(broker: Any) -> None:
     for peer, member in hub.members.items():
         most = max(64, hub.timetable.at(hub.version).offers_in_flight)
         assert len(member.open) + pending.count(peer) <= most, "more publishes of a node wait than may"
-        assert sum(owner == peer for owner in hub.ledger._dealt.values()) <= 4096, "more units dealt than a node needs"
+        assert len(hub.units.ledger._in_hand[peer]) <= 4096, "more units dealt than a node needs"
     assert len(broker.uploads.whole) <= len(pending) + len(hub.members) + sum(len(m.open) for m in hub.members.values())
     assert broker.downlink.uploads._credits.in_flight_bytes >= 0
     assert broker.downlink._lines.keys() | broker.downlink.uploads._lines.keys() <= set(PEERS)
@@ -253,7 +253,7 @@ def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
         "reductions": broker.groups.reducers._groups,
         "requests": broker.parameters._announced or broker.parameters._incoming or broker.parameters._outgoing,
         "clients": broker.parameters.machine.clients,
-        "units": hub.ledger._dealt,
+        "units": hub.units.ledger._in_hand,
     }
     assert not any(held.values()), {name: one for name, one in held.items() if one}
     left = {peer for peer, _ in hub.rounds.pending}

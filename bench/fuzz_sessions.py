@@ -7,7 +7,6 @@ Rule 2: a session goes to its end at the broker that it was written for: what is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import nan
 from typing import Any
 
@@ -42,6 +41,7 @@ from zmqtrain.protocol.messages import (
     Snapshot,
     WorkRequest,
     model_to_wire,
+    replace_fields,
 )
 
 from fuzz_inputs import Record, pack_session
@@ -76,7 +76,7 @@ class _Says:
 
     def say(self, who: int, message: Message, *frames: Buffer) -> None:
         if isinstance(message, Hello):
-            message, self.said[who] = replace(message, incarnation=self.incarnation), 0
+            message, self.said[who] = replace_fields(message, incarnation=self.incarnation), 0
         if not frames:
             self.said[who] += bool(self.incarnation)
         stamp = Stamp(self.incarnation, 0 if frames else self.said[who])

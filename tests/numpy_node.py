@@ -77,7 +77,7 @@ class NumpyNode:
                 computed += flat - before
 
     def begin(self):
-        if self.anchor is None and self.peer.confirmed:
+        if self.anchor is None and self.peer.following.confirmed:
             self.anchor, self.version = [flat.copy() for flat in self.params], 0
         return self.anchor is not None
 

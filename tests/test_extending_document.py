@@ -16,7 +16,7 @@ from zmqtrain.collectives.algorithms import ALLREDUCE
 from zmqtrain.collectives.costs import COSTS
 from zmqtrain.protocol.members import ALLOWED
 from zmqtrain.protocol.messages import KEY_REQUESTS, MESSAGES, Hello
-from zmqtrain.protocol.rounds import _FAMILIES as RELEASE_RULES
+from zmqtrain.protocol.rounds import RELEASE_RULES
 
 PROJECT = Path(__file__).parents[1]
 PACKAGE = PROJECT / "zmqtrain"
@@ -73,7 +73,7 @@ def test_the_hub_has_exactly_one_handler_for_each_message_that_a_state_allows() 
     ("page", "registry"),
     [
         ("codecs.md", [*CODECS, *TRANSFORMS, *WRAPPERS]),
-        ("strategies.md", list(RELEASE_RULES)),
+        ("strategies.md", list(RELEASE_RULES.factories)),
         ("collectives.md", list(ALLREDUCE)),
     ],
 )

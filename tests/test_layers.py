@@ -39,7 +39,7 @@ LIVE = (
 SPOKEN_ONLY_IN = {
     "zmq": ("transport/zmq_*.py",),
     "msgpack": ("protocol/framing.py",),
-    "msgspec": ("protocol/framing.py", "broker/checkpoint.py"),
+    "msgspec": ("protocol/framing.py", "protocol/messages.py", "protocol/effects.py", "broker/checkpoint.py"),
     **dict.fromkeys(["jax", "jaxlib", "optax", "flax"], JAX_ROOMS),
     "asyncio": ("transport/*", "session/*", "broker/*", "monitor/*", "planning/probe.py", "chaos/services.py", *LIVE),
     "numba": ("codecs/fast.py",),

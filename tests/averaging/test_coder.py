@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec, Offer
 from zmqtrain.node.codec import Inbox
 from zmqtrain.protocol.effects import Deliver
-from zmqtrain.protocol.messages import Aggregate, Snapshot
+from zmqtrain.protocol.messages import Aggregate, Snapshot, replace_fields
 
 MODEL = (LeafSpec("layer/w", (3, 4096), "float32"), LeafSpec("layer/b", (10,), "float32"))
 CODECS = ["float32", "bf16", "int8:block=256", "ternary:block=128"]
@@ -157,10 +155,10 @@ def test_an_aggregate_of_another_codec_or_of_fragments_that_there_are_not_is_ref
     coder = coder_of()
     message, frames = aggregate_of(coder, 1, (0,))
     for lie in (
-        replace(message, codec="int8:block=17"),
-        replace(message, fragments=(2,)),
-        replace(message, fragments=(-1,)),
-        replace(message, fragments=(0, 0), frames=(1, 0)),
+        replace_fields(message, codec="int8:block=17"),
+        replace_fields(message, fragments=(2,)),
+        replace_fields(message, fragments=(-1,)),
+        replace_fields(message, fragments=(0, 0), frames=(1, 0)),
     ):
         with pytest.raises(CodecError, match="an aggregate"):
             coder.decode_aggregate(lie, (), frames)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from zmqtrain.averaging.coder import cut
 from zmqtrain.averaging.held_rounds import SAMPLED, DeltaMeter
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.protocol.effects import Contribution, Reduce
-from zmqtrain.protocol.messages import Publish
+from zmqtrain.protocol.messages import Publish, replace_fields
 from zmqtrain.strategies.measures import WINDOW
 
 NOISE = 4.0
@@ -29,7 +27,7 @@ def lived(aggregator, rounds, nodes=4, dense=False, values=None):
             frames = encode_payload(codecs_of(aggregator, "float32", 0), cut(u, aggregator.layout.counts(0)))
             sizes = tuple(len(frame) for frame in frames)
             publish = Publish(1, version, version - 1, 0, "float32", sizes, 8, 1, 0.5)
-            aggregator.accumulate(f"n{node}", replace(publish, dense=dense), frames)
+            aggregator.accumulate(f"n{node}", replace_fields(publish, dense=dense), frames)
             contributions.append(Contribution(f"n{node}", version, 0, 8, 0.5, version - 1, 0))
         aggregator.release(Reduce(version, (0,), tuple(contributions), nodes, False))
     return aggregator.meter.noise

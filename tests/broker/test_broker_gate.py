@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from tests.broker.wires import LEAVES, lived
-from zmqtrain.protocol.messages import Aggregate, Hello, Preempt, Quarantine, Refused, Report, Welcome
+from zmqtrain.protocol.messages import Aggregate, Hello, Preempt, Quarantine, Refused, Report, Welcome, replace_fields
 
 
 def test_who_comes_in_with_one_key_is_one_voter():
@@ -58,7 +56,7 @@ def test_a_node_of_other_data_is_named_once(caplog):
         report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0, data="aa/11")
         for _ in range(3):
             peers.wire.say("a#1", report)
-            peers.wire.say("b#1", replace(report, data="ab/12"))
+            peers.wire.say("b#1", replace_fields(report, data="ab/12"))
         await peers.until(lambda: peers.broker.hub.members["b#1"].held_out == "12" and peers.wire.heard.empty())
 
     lived(story, start_nodes=2, initial="founder")
@@ -72,8 +70,8 @@ def test_nodes_of_the_same_batches_one_without_units_and_an_evaluation_far_worse
         peers.broker.hub.version = 9
         report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0, first_step="0a", first_unit=3)
         for version, loss in enumerate((2.31, 489.0, 500.0), 1):
-            peers.wire.say("a#1", replace(report, scores={"loss": loss}, score_version=version))
-            peers.wire.say("b#1", replace(report, first_unit=-1))
+            peers.wire.say("a#1", replace_fields(report, scores={"loss": loss}, score_version=version))
+            peers.wire.say("b#1", replace_fields(report, first_unit=-1))
         await peers.until(lambda: peers.broker.hub.scores == {"loss": 500.0} and peers.wire.heard.empty())
 
     lived(story, start_nodes=2, initial="founder", units=100)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,7 +48,7 @@ from zmqtrain.core.errors import (
     SteppedDown,
 )
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.protocol.messages import Roster
+from zmqtrain.protocol.messages import Roster, replace_fields
 from zmqtrain.session.hub_session import Solitude
 from zmqtrain.transport import address as address_module
 from zmqtrain.transport.address import public_address
@@ -472,10 +471,10 @@ def test_a_broker_that_is_interrupted_says_what_becomes_of_its_nodes() -> None:
     assert ending(None, kept) == "stopping: all accepted deltas are saved (Ctrl-C again to quit at once)"
     roster = Roster(3, (), "", 0, 0, 0, 0, 0.0, {}, -1, hub={"term": 0, "standby": "tcp://pc2:5555"})
     assert "the standby at tcp://pc2:5555 takes over, if it is in step" in ending(roster, kept)
-    said = ending(replace(roster, hub={}, members=({"name": "pc-1"},)), kept)
+    said = ending(replace_fields(roster, hub={}, members=({"name": "pc-1"},)), kept)
     assert "The nodes train on alone until you end them: Ctrl-C at each" in said
     assert "started again with --checkpoint kept" in said and "`zmqtrain stop` in place of Ctrl-C" in said
-    assert "nothing is saved" in ending(replace(roster, hub={}), None)
+    assert "nothing is saved" in ending(replace_fields(roster, hub={}), None)
 
 
 def test_a_run_without_an_end_says_so_in_its_first_line_and_how_it_is_ended(tmp_path: Path) -> None:

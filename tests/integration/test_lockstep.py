@@ -301,7 +301,7 @@ def kill_in_mid_run(exchange, folder):
         finally:
             for process in processes.values():
                 process.kill()
-        assert running.broker.hub.ledger.done_count == units
+        assert running.broker.hub.units.ledger.done_count == units
         return params, in_the_broker(running), figures, words
 
 

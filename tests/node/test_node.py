@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,6 +40,7 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
     WorkUnit,
     model_to_wire,
+    replace_fields,
 )
 from zmqtrain.protocol.peer import PeerState
 from zmqtrain.session.environment import RealEnvironment
@@ -398,7 +398,7 @@ def test_who_has_dropped_what_a_former_life_had_offered_does_not_drop_it_again_a
     node.peer.resume("run-1", 3, fixed_run(), MODEL, (), next_sequence=5)
     node.offers.skip_to(5)
     node.codec.coder = DeltaCoder(MODEL, fixed_run())
-    hear(node, replace(welcome(4, MODEL), landed=((6, 4),), heard=6))
+    hear(node, replace_fields(welcome(4, MODEL), landed=((6, 4),), heard=6))
     node.link.carry_out(node.peer.join(MODEL, 0.0))
     frames = encode_snapshot(Layout(MODEL, 1), LEAVES)
     hear_frames(node, Snapshot(1, 4, tuple(len(frame) for frame in frames)), frames)
@@ -417,7 +417,7 @@ def test_who_has_trained_alone_since_its_checkpoint_for_longer_than_its_offers_s
     node.peer.resume("run-1", 3, fixed_run(**settings), MODEL, (), next_sequence=5)
     for step in range(steps):
         node.report(step=step, samples=8, loss=1.0, age_steps=1.0, offers_refused=0)
-    hear(node, replace(welcome(4, MODEL, **settings), landed=((6, 4),), heard=6))
+    hear(node, replace_fields(welcome(4, MODEL, **settings), landed=((6, 4),), heard=6))
     assert node.peer.overtaken is (steps < 8)
 
 
@@ -480,7 +480,7 @@ def test_a_report_never_says_a_first_step_without_the_unit_that_it_was_on(node):
 
 
 def test_a_newcomer_knows_the_samples_of_the_run_at_once_and_from_each_roster_on(node):
-    hear(node, replace(welcome(), samples=4096))
+    hear(node, replace_fields(welcome(), samples=4096))
     assert node.statistics().run_samples == 4096
     hear(node, Roster(0, (), "", 5000, 0, 0, 0, 1.0, {}, -1))
     assert node.statistics().run_samples == 5000

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from zmqtrain.protocol.members import Member, MemberState
-from zmqtrain.protocol.messages import JoinGroup, ReduceChunk
+from zmqtrain.protocol.messages import JoinGroup, ReduceChunk, replace_fields
 
 __all__ = ["REDUCE_CHUNK", "ASKED", "process", "join"]
 
@@ -18,4 +16,4 @@ def process(peer):
 
 
 def join(groups, peer, now=0.0, **changes):
-    return groups.join(process(peer), replace(ASKED, address=f"tcp://{peer[0]}:5000", **changes), now)
+    return groups.join(process(peer), replace_fields(ASKED, address=f"tcp://{peer[0]}:5000", **changes), now)

@@ -350,9 +350,9 @@ class HubWorld:
             assert self.version < 0 or member.state not in (MemberState.APART, MemberState.LENDING)
         due = hub.rounds.due_at(hub.awaited) if hub.complete and self.version >= 0 else None
         assert due is None or due > self.now, "a round is due and was not released"
-        units = hub.ledger.state()
+        units = hub.units.ledger.state()
         assert sorted([*self.done, *units["returned"]]) == list(range(*units["next"]))
-        assert hub.ledger.done_count == len(self.done)
+        assert hub.units.ledger.done_count == len(self.done)
 
     def check_the_end(self):
         """Once there are enough nodes, and all do what they are asked, whoever waits is served and all data are done;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import nan
 
 from tests.fixed import FIXED_RUN
@@ -13,7 +12,7 @@ from zmqtrain.protocol.effects import Contribution, Expect, SendTo
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import MemberState
-from zmqtrain.protocol.messages import Fetch, Hello, JoinGroup, Publish, Snapshot, model_to_wire
+from zmqtrain.protocol.messages import Fetch, Hello, JoinGroup, Publish, Snapshot, model_to_wire, replace_fields
 from zmqtrain.protocol.rounds import release_rule_from_spec
 
 __all__ = [
@@ -54,7 +53,7 @@ def hub_of(release="immediately", **settings):
 
 def publish(sequence, transfer=None, **changes):
     transfer = 100 + sequence if transfer is None else transfer
-    return replace(Publish(transfer, sequence, 0, 0, "ternary:block=128", (64,), 8, 8, nan), **changes)
+    return replace_fields(Publish(transfer, sequence, 0, 0, "ternary:block=128", (64,), 8, 8, nan), **changes)
 
 
 def contribution(peer, sequence, staleness=0):

@@ -7,7 +7,6 @@ again from what they had saved, and live side by side.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from math import nan
 
 from hypothesis import settings as hypothesis_settings
@@ -29,7 +28,17 @@ from zmqtrain.protocol.fencing import (
     latest_incarnation,
 )
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Aggregate, Goodbye, Heartbeat, Hello, Publish, Refused, Snapshot, Welcome
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Publish,
+    Refused,
+    Snapshot,
+    Welcome,
+    replace_fields,
+)
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 
@@ -329,6 +338,6 @@ def test_a_hub_takes_no_incarnation_of_a_clock_that_is_a_day_ahead_of_its_own():
     ahead = Hello("a", incarnation=now + 86_401 * 10**9)
     (refused,) = one.receive("a#1", ahead, 0.0)
     assert refused.message.reason == "clock" and one.records.incarnation("a#1") == 0
-    one.receive("a#1", replace(ahead, incarnation=now + 86_399 * 10**9), 0.0)
+    one.receive("a#1", replace_fields(ahead, incarnation=now + 86_399 * 10**9), 0.0)
     assert "a#1" in one.members
     assert latest_incarnation(0) == MAX_INCARNATION - 1 == latest_incarnation(MAX_INCARNATION)

@@ -22,7 +22,7 @@ class Part:
 
 
 def rounds(rule, together=False):
-    return FragmentRounds[Part](release_rule_from_spec(rule), together)
+    return FragmentRounds(release_rule_from_spec(rule), together)
 
 
 def test_a_quorum_awaits_every_fragment_alone():
@@ -115,7 +115,7 @@ def test_how_late_nodes_have_been_with_one_fragment_is_not_said_of_another():
 @pytest.mark.parametrize("seed", range(5))
 def test_one_fragment_has_the_very_rounds_that_there_would_be_without_fragments(seed):
     random, rule = Random(seed), release_rule_from_spec("quorum:count=2,patience=3")
-    ours, plain, now = FragmentRounds[Part](rule), Rounds(rule), 0.0
+    ours, plain, now = FragmentRounds(rule), Rounds(rule), 0.0
     for number in range(400):
         now += random.expovariate(4.0)
         live = FOUR - {SILENT} if 100 < number < 300 else FOUR

@@ -66,7 +66,7 @@ def test_their_shares_of_the_data_stand_where_they_stood(hub):
     assert answer.message == WorkUnit((7, 9, 11))
     (answer,) = of(SendTo, hub.receive("a#1", WorkRequest((), 1, False, (4,), 4), 0.0))
     assert answer.message == WorkUnit((4, 6))
-    assert hub.ledger.done_count == 3 + 2
+    assert hub.units.ledger.done_count == 3 + 2
 
 
 def test_who_leaves_while_the_hub_goes_back_is_waited_for(hub):

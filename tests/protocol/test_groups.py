@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.protocol.gatherings import ASKED, REDUCE_CHUNK, join, process
@@ -20,7 +18,7 @@ from zmqtrain.protocol.groups import (
     Window,
     list_names,
 )
-from zmqtrain.protocol.messages import Forming, Group, GroupLost, Refused, Relay, Relayed
+from zmqtrain.protocol.messages import Forming, Group, GroupLost, Refused, Relay, Relayed, replace_fields
 
 
 def met(*peers, **changes):
@@ -118,24 +116,24 @@ def test_a_rank_that_is_taken_is_refused_naming_who_has_it():
 @pytest.mark.parametrize("changes", [{"size": 4}, {"description": "tree"}, {"rank": 2}])
 def test_all_who_wait_are_told_what_differs_once_those_who_ask_for_something_else_are_known_to_live(changes):
     groups, first, second, other = Groups(), process("pc-1#1"), process("pc-2#1"), process("pc-3#1")
-    groups.join(first, replace(ASKED, rank=2), 0.0)
+    groups.join(first, replace_fields(ASKED, rank=2), 0.0)
     groups.join(second, ASKED, 0.0)
-    asked = replace(ASKED, **changes)
+    asked = replace_fields(ASKED, **changes)
     for now in (1.0, 1.3):  # nothing was heard of pc-1 since: it may be dead
         assert told(groups.join(other, asked, now), Refused)["pc-3#1"].reason == "occupied"
     first.last_seen = 1.4
     refused = told(groups.join(other, asked, 1.6), Refused)
     assert refused.keys() == {"pc-1#1", "pc-2#1", "pc-3#1"}
     assert all("pc-1" in one.text and "pc-3" in one.text and one.reason == "group" for one in refused.values())
-    assert told(groups.join(second, replace(ASKED, size=1), 2.0), Group)  # the name is free
+    assert told(groups.join(second, replace_fields(ASKED, size=1), 2.0), Group)  # the name is free
 
 
 def test_who_has_asked_for_something_else_may_come_in_after_the_others_are_gone():
     groups, first, other = Groups(), process("pc-1#1"), process("pc-2#1")
     groups.join(first, ASKED, 0.0)
-    groups.join(other, replace(ASKED, size=1), 1.0)
+    groups.join(other, replace_fields(ASKED, size=1), 1.0)
     groups.gone("pc-1#1", "silent")
-    assert told(groups.join(other, replace(ASKED, size=1), 3.0), Group)
+    assert told(groups.join(other, replace_fields(ASKED, size=1), 3.0), Group)
 
 
 def test_nobody_else_comes_into_a_complete_group():
@@ -182,7 +180,7 @@ def test_a_group_is_formed_anew_by_anybody_once_somebody_of_it_is_gone(left):
 )
 def test_what_cannot_be_is_refused_with_what_can(changes, words):
     groups = Groups()
-    assert words in refusal(groups.join(process("a"), replace(ASKED, **changes), 0.0))
+    assert words in refusal(groups.join(process("a"), replace_fields(ASKED, **changes), 0.0))
     assert groups.tick(9.0) == [] and groups.gone("a", "crashed") == []
 
 

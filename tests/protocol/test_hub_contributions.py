@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.protocol.hubs import attend, contribute, contribution, in_state, live_hub, of, publish, sent
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Accumulate, Expect, Reduce, SendTo
 from zmqtrain.protocol.members import MemberState
-from zmqtrain.protocol.messages import Goodbye, Hello, Refused, WorkRequest
+from zmqtrain.protocol.messages import Goodbye, Hello, Refused, WorkRequest, replace_fields
 
 
 def test_a_publish_is_expected_accumulated_and_released():
@@ -66,7 +64,7 @@ def test_a_publish_may_be_as_stale_as_the_run_allows_and_one_more_is_refused_and
     assert (hub.version, hub.refused, hub.members["b"].refused) == (3, 1, 1)
     assert hub.rounds.pending == () and not hub.members["b"].open
     (reduce,) = of(Reduce, contribute(hub, "b", 7, base_version=1))  # it was not heard: it may come with a newer base
-    assert reduce.contributions == (replace(contribution("b", 7, staleness=2), base_version=1),)
+    assert reduce.contributions == (replace_fields(contribution("b", 7, staleness=2), base_version=1),)
 
 
 def test_what_was_not_too_stale_when_it_was_said_lands_however_long_it_waits():

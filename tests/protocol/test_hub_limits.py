@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.protocol.hubs import SAMPLES, attend, contribute, live_hub, publish, sent
@@ -14,7 +12,7 @@ from zmqtrain.protocol.effects import Disconnect, Expect, SendTo
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES, encode_message
 from zmqtrain.protocol.hub import MOST_MEMBERS, Hub
 from zmqtrain.protocol.members import MOST_WAITING
-from zmqtrain.protocol.messages import Goodbye, Hello, Refused, Report
+from zmqtrain.protocol.messages import Goodbye, Hello, Refused, Report, replace_fields
 from zmqtrain.protocol.rounds import release_rule_from_spec
 
 
@@ -29,7 +27,7 @@ def test_a_report_that_would_swell_the_roster_costs_its_sender():
     hub = live_hub("a", "b")
     for words in ({"waiting": "x" * 1000}, {"scores": {f"score-{i}": 1.0 for i in range(1000)}}):
         with pytest.raises(RemoteProtocolError, match="Report of that length"):
-            hub.receive("a", replace(SAMPLES[Report], **words), 0.0)
+            hub.receive("a", replace_fields(SAMPLES[Report], **words), 0.0)
 
 
 @pytest.mark.parametrize("release", ["all", "time:seconds=1000"])

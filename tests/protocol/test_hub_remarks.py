@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.protocol.hubs import hub_of, live_hub, sent
 from zmqtrain.core.errors import CheckpointError, RemoteProtocolError
-from zmqtrain.protocol.messages import Hello, Report, Welcome
+from zmqtrain.protocol.messages import Hello, Report, Welcome, replace_fields
 
 REPORT = Report(40, 320, 99.0, 0.25, 4.0, 1, 10, 20)
 
@@ -18,7 +16,7 @@ def rows(hub):
 
 
 def report(hub, peer, **told):
-    hub.receive(peer, replace(REPORT, **told), 0.0)
+    hub.receive(peer, replace_fields(REPORT, **told), 0.0)
 
 
 def test_two_nodes_of_the_same_first_step_are_named_in_both_rows():

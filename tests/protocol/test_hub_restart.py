@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.protocol.hubs import MODEL, SAMPLES, WIRE, contribute, live_hub, publish, sent
 from zmqtrain.core.errors import CheckpointError
 from zmqtrain.protocol.effects import Serve
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Fetch, Hello, Report, Welcome
+from zmqtrain.protocol.messages import Fetch, Hello, Report, Welcome, replace_fields
 
 
 def restarted(hub):
@@ -22,7 +20,7 @@ def restarted(hub):
 def test_a_restarted_hub_is_the_same_run():
     hub = live_hub("a", "b", units=5)
     contribute(hub, "a", 0)
-    hub.receive("a", replace(SAMPLES[Report], scores={"loss": 0.5}, score_version=1), 0.0)
+    hub.receive("a", replace_fields(SAMPLES[Report], scores={"loss": 0.5}, score_version=1), 0.0)
     again = restarted(hub)
     assert again.state() == hub.state()
     assert (again.run, again.version, again.model, again.members) == ("run-1", 1, MODEL, {})

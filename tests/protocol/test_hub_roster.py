@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.protocol.hubs import MODEL, SAMPLES, WIRE, contribute, hub_of, live_hub, of, sent
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Broadcast, Reduce
 from zmqtrain.protocol.framing import encode_message
-from zmqtrain.protocol.messages import Fetch, Hello, Report, Roster, Snapshot, Welcome, model_to_wire
+from zmqtrain.protocol.messages import Fetch, Hello, Report, Roster, Snapshot, Welcome, model_to_wire, replace_fields
 from zmqtrain.protocol.peer import Peer
 
 
@@ -47,7 +45,7 @@ def test_the_roster_tells_what_each_node_last_reported():
 )
 def test_a_report_that_would_not_fit_a_roster_is_refused(told):
     with pytest.raises(RemoteProtocolError, match="a Report of that length"):
-        live_hub("a").receive("a", replace(SAMPLES[Report], **told), 0.0)
+        live_hub("a").receive("a", replace_fields(SAMPLES[Report], **told), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,7 @@ def test_a_report_that_would_not_fit_a_roster_is_refused(told):
 def test_a_hello_of_an_impossible_link_is_refused(told):
     hub = live_hub("a")
     with pytest.raises(RemoteProtocolError, match="a Hello with a link"):
-        hub.receive("b", replace(Hello("b"), **told), 0.0)
+        hub.receive("b", replace_fields(Hello("b"), **told), 0.0)
     assert set(hub.members) == {"a"}
 
 
@@ -72,7 +70,7 @@ def test_the_score_of_an_older_version_does_not_replace_a_newer_one():
     hub = live_hub("a")
     hub.version = 4
     for version, loss in ((3, 0.5), (2, 0.9), (4, 0.25), (1 << 63, 0.0)):  # the last one is of no version of this run
-        hub.receive("a", replace(SAMPLES[Report], scores={"loss": loss}, score_version=version), 0.0)
+        hub.receive("a", replace_fields(SAMPLES[Report], scores={"loss": loss}, score_version=version), 0.0)
     assert (hub.scores, hub.score_version) == ({"loss": 0.25}, 4)
 
 

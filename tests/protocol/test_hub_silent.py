@@ -104,4 +104,4 @@ def test_silent_nodes_are_no_part_of_how_many_trained_when_the_data_ended():
     hub = beside(4, units=2)
     hub.receive("a", WorkRequest((), 2, False), 20.0)
     hub.receive("a", WorkRequest((0, 1), 1, True), 21.0)
-    assert hub.ledger.finished and hub.units.nodes_at_the_end == 3
+    assert hub.units.ledger.finished and hub.units.nodes_at_the_end == 3

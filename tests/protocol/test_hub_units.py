@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.protocol.hubs import WIRE, contribute, hub_of, live_hub, of, sent
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Reduce, SendTo
 from zmqtrain.protocol.members import MemberState
-from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Report, WorkRequest, WorkUnit
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Report, WorkRequest, WorkUnit, replace_fields
 
 
 def test_units_are_dealt_to_who_asks():
@@ -30,7 +28,7 @@ def test_a_dead_nodes_unit_is_dealt_again_to_an_idle_one_and_the_end_is_told_to_
     assert hub.receive("b", WorkRequest((1, 2), 1, True), 0.0) == []
     effects = hub.receive("c", WorkRequest((0,), 1, True), 0.0)
     assert effects == [SendTo("b", WorkUnit((), finished=True)), SendTo("c", WorkUnit((), finished=True))]
-    assert hub.ledger.finished
+    assert hub.units.ledger.finished
 
 
 def test_a_unit_that_was_lost_on_its_way_is_dealt_again():
@@ -111,9 +109,9 @@ def test_a_node_whose_deltas_do_not_stand_for_the_units_that_it_says_are_done_is
             effects = hub.receive("liar", WorkRequest(said, 64, False), 0.0)
             ((_, dealt),) = sent(effects, WorkUnit)
             said = dealt.numbers
-    assert hub.ledger.done_count <= 64 * 2 * 16
+    assert hub.units.ledger.done_count <= 64 * 2 * 16
     hub.gone("liar", "it lied", 0.0)
-    assert hub.ledger.done_count == 0
+    assert hub.units.ledger.done_count == 0
     ((_, dealt),) = sent(hub.receive("honest", WorkRequest((), 2, False), 0.0), WorkUnit)
     assert dealt.numbers == (0, 1)
 
@@ -125,7 +123,7 @@ def test_a_node_that_trains_has_as_many_units_done_as_it_likes():
         ((_, dealt),) = sent(hub.receive("a", WorkRequest(said, 8, False), 0.0), WorkUnit)
         said = dealt.numbers
         contribute(hub, "a", sequence, steps=1)
-    assert hub.ledger.done_count == 8 * 499
+    assert hub.units.ledger.done_count == 8 * 499
 
 
 def test_what_a_quarantined_node_works_on_is_not_done():
@@ -133,7 +131,7 @@ def test_what_a_quarantined_node_works_on_is_not_done():
     hub.receive("a", WorkRequest((), 2, False), 0.0)
     hub.members["a"].quarantined = True
     hub.receive("a", WorkRequest((0, 1), 0, False), 0.0)
-    assert hub.ledger.done_count == 0
+    assert hub.units.ledger.done_count == 0
     assert sent(hub.receive("b", WorkRequest((), 2, False), 0.0), WorkUnit) == [("b", WorkUnit((0, 1)))]
 
 
@@ -142,7 +140,7 @@ def test_only_what_the_evaluator_says_of_the_model_is_believed():
     report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0, scores={"loss": 0.1}, score_version=0)
     hub.receive("other", report, 0.0)
     assert hub.scores == {} and not hub.believes("other", report)
-    hub.receive("evaluator", replace(report, scores={"loss": 0.4}), 0.0)
+    hub.receive("evaluator", replace_fields(report, scores={"loss": 0.4}), 0.0)
     assert hub.scores == {"loss": 0.4} and hub.believes("evaluator", report)
 
 
@@ -150,12 +148,12 @@ def test_the_run_is_evaluated_on_the_held_out_data_of_its_first_evaluation_whoev
     hub = live_hub("first", "shuffled", "silent", "same")
     report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0, data="aa/11")
     for peer, data in (("first", "aa/11"), ("shuffled", "ab/12"), ("silent", ""), ("same", "ac/11")):
-        hub.receive(peer, replace(report, data=data), 0.0)
+        hub.receive(peer, replace_fields(report, data=data), 0.0)
     assert hub.data == "aa/11" and hub.evaluator == "first"
-    hub.receive("first", replace(report, scores={"accuracy": 92.0}, score_version=0), 0.0)
+    hub.receive("first", replace_fields(report, scores={"accuracy": 92.0}, score_version=0), 0.0)
     hub.gone("first", "", 0.0)
     assert hub.evaluator == "same"
-    hub.receive("shuffled", replace(report, data="ab/12", scores={"accuracy": 8.8}, score_version=0), 0.0)
+    hub.receive("shuffled", replace_fields(report, data="ab/12", scores={"accuracy": 8.8}, score_version=0), 0.0)
     assert hub.scores == {"accuracy": 92.0}
     again = hub_of()
     again.restore(hub.state())

@@ -16,7 +16,7 @@ from zmqtrain.protocol import hub as hub_module
 from zmqtrain.protocol.effects import Average, Disconnect, Expect, Found, Lend, SendTo, Serve
 from zmqtrain.protocol.hub import FOUNDER_SECONDS, Hub
 from zmqtrain.protocol.members import MEMBER_TRANSITIONS, MemberState
-from zmqtrain.protocol.messages import Fetch, Goodbye, Heartbeat, Hello, Preempt, Refused, Snapshot, model_to_wire
+from zmqtrain.protocol.messages import Fetch, Goodbye, Heartbeat, Hello, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 
 MODEL = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (4,), "float32"))
@@ -348,21 +348,6 @@ def test_elastic_nodes_are_no_population_the_first_founds():
     assert asked(join(hub, "a", nan)) == ["a"]
     give(hub, "a", Snapshot(1, 0, (64,)))
     assert of(Serve, join(hub, "b")) == [Serve("a", 0), Serve("b", -1)]
-
-
-# ---------------------------------------------------------------------- preemption in a run
-
-
-def test_a_live_node_can_be_preempted_and_no_other():
-    hub = hub_of()
-    join(hub, "a")
-    with pytest.raises(LocalProtocolError, match="a cannot be preempted while it is founding the run"):
-        hub.preempt("a", "slow")
-    give(hub, "a", Snapshot(1, 0, (64,)))
-    assert hub.members["a"].state is MemberState.LIVE
-    assert hub.preempt("a", "slow") == [SendTo("a", Preempt("slow"))]
-    with pytest.raises(LocalProtocolError, match="not here"):
-        hub.preempt("b", "slow")
 
 
 def pass_time(hub, seconds):

@@ -96,9 +96,9 @@ def test_aggregates_that_follow_the_snapshot_fit_to_it():
 
 def test_the_founder_sends_its_parameters_and_is_confirmed():
     peer = founding()
-    assert not peer.confirmed
+    assert not peer.following.confirmed
     assert peer.receive(snapshot(0, sizes=()), 0.0) == []
-    assert (peer.state, peer.version, peer.confirmed) == (PeerState.LIVE, 0, True)
+    assert (peer.state, peer.version, peer.following.confirmed) == (PeerState.LIVE, 0, True)
 
 
 def test_a_node_with_another_model_leaves_and_names_the_leaf():

@@ -18,7 +18,7 @@ from tests.protocol.peers import (
     welcomed,
 )
 from zmqtrain.protocol.effects import Deliver, Expect, Send, Serve
-from zmqtrain.protocol.messages import Fetch, Snapshot
+from zmqtrain.protocol.messages import Fetch, Snapshot, replace_fields
 from zmqtrain.protocol.peer import HUB, Peer, PeerState
 
 
@@ -86,7 +86,7 @@ def test_elastic_nodes_keep_their_own_parameters_when_they_join_but_not_what_the
 
 def test_the_roster_tells_who_trains_apart_that_the_run_is_founded():
     peer = apart()
-    peer.receive(replace(ROSTER, version=2), 0.0)
+    peer.receive(replace_fields(ROSTER, version=2), 0.0)
     assert peer.founded
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.protocol.peers import IN_STATE, ROSTER, WIRE, aggregate, live, publish, snapshot, welcome
 from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.protocol.effects import Deliver, Send, Withdraw
-from zmqtrain.protocol.messages import Fetch, Goodbye, Preempt, Refused
+from zmqtrain.protocol.messages import Fetch, Goodbye, Preempt, Refused, replace_fields
 from zmqtrain.protocol.peer import PeerState
 
 
@@ -74,7 +72,7 @@ def test_who_dropped_an_aggregate_asks_for_a_whole_snapshot_of_that_very_version
 
 def test_what_the_hub_dropped_is_fetched_where_no_later_aggregate_shows_the_gap():
     peer = live(5)
-    peer.receive(replace(ROSTER, version=6), 0.0)
+    peer.receive(replace_fields(ROSTER, version=6), 0.0)
     fetches = []
     for tenth in range(1, 80):
         peer.saw(tenth / 10)
@@ -86,7 +84,7 @@ def test_what_the_hub_dropped_is_fetched_where_no_later_aggregate_shows_the_gap(
 def test_an_aggregate_that_is_still_on_its_way_is_no_gap():
     peer = live(5)
     for tenth in range(1, 80):
-        peer.receive(replace(ROSTER, version=5 + (tenth + 9) // 10), tenth / 10)
+        peer.receive(replace_fields(ROSTER, version=5 + (tenth + 9) // 10), tenth / 10)
         assert [e for e in peer.tick(tenth / 10) if isinstance(e.message, Fetch)] == []
         if tenth % 10 == 0:
             peer.receive(aggregate(5 + tenth // 10), tenth / 10)
@@ -110,6 +108,6 @@ def test_who_finds_while_it_waits_for_a_snapshot_that_an_aggregate_was_lost_asks
     peer.received(6)
     assert peer.receive(aggregate(8), 0.0) == [Send(Fetch(6, WIRE))]
     assert peer.resync() == []  # 6 was spoiled, which was seen late
-    assert peer.receive(replace(snapshot(6), sizes=()), 0.0) == [Send(Fetch(-1, WIRE))]
+    assert peer.receive(replace_fields(snapshot(6), sizes=()), 0.0) == [Send(Fetch(-1, WIRE))]
     peer.receive(snapshot(8), 0.0)
     assert peer.received(1000) == [Deliver(snapshot(8), (), False)]

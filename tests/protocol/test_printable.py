@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from zmqtrain.protocol.framing import decode_message, encode_message
@@ -18,11 +19,11 @@ def test_words_are_bounded_and_none_moves_a_cursor_or_begins_a_line():
 @pytest.mark.parametrize("kind", [Refused, Quarantine, Goodbye, GroupLost])
 def test_a_sentence_of_a_message_that_is_decoded_moves_no_cursor(kind):
     hostile = "\x1b[2J[/red]\n" * 1000
-    fields = {name: hostile for name in ("reason", "text", "why") if name in kind.__dataclass_fields__}
+    fields = {name: hostile for name in ("reason", "text", "why") if name in kind.__struct_fields__}
     numbers = {"seconds": 1.0, "group": "g", "rank": 0}
-    sent = kind(**fields, **{name: one for name, one in numbers.items() if name in kind.__dataclass_fields__})
+    sent = kind(**fields, **{name: one for name, one in numbers.items() if name in kind.__struct_fields__})
     for name in fields:
-        object.__setattr__(sent, name, hostile)  # as a hostile program would send it
+        msgspec.structs.force_setattr(sent, name, hostile)  # as a hostile program would send it
     received = decode_message(encode_message(sent))
     for name in fields:
         assert getattr(received, name).isprintable() and len(getattr(received, name)) <= MAX_SENTENCE

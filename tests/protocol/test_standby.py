@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from dataclasses import replace
 from math import nan
 from types import SimpleNamespace
 
@@ -29,6 +28,7 @@ from zmqtrain.protocol.messages import (
     Snapshot,
     Welcome,
     model_to_wire,
+    replace_fields,
 )
 from zmqtrain.protocol.peer import MOST_LEARNT, Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
@@ -238,15 +238,15 @@ def test_a_node_that_lets_its_hub_go_on_says_so_at_once_and_to_the_standby():
     peer.start(0.0)
     peer.receive(Welcome("run-1", 3, SETTINGS.to_dict(), standby=SECOND), 0.0)
     hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
-    (send,) = peer.receive(replace(hub.roster(0.0), hub={"without": 4}), 0.5)
+    (send,) = peer.receive(replace_fields(hub.roster(0.0), hub={"without": 4}), 0.5)
     assert send == Send(Heartbeat(0.5, 4))
-    assert peer.receive(replace(hub.roster(0.0), hub={"without": 4}), 0.6) == [], "once"
-    assert peer.receive(replace(hub.roster(0.0), hub={"without": "9"}), 0.6) == [], "no number"
+    assert peer.receive(replace_fields(hub.roster(0.0), hub={"without": 4}), 0.6) == [], "once"
+    assert peer.receive(replace_fields(hub.roster(0.0), hub={"without": "9"}), 0.6) == [], "no number"
     peer.gone(1.0)
     (send,) = peer.tick(1.0)
     assert send.message.without == 4
     looks_on = Peer("o#1", "o", role="observer")
-    assert looks_on.receive(replace(hub.roster(0.0), hub={"without": 4}), 0.5) == []
+    assert looks_on.receive(replace_fields(hub.roster(0.0), hub={"without": 4}), 0.5) == []
 
 
 def test_a_standby_does_not_count_the_word_of_nodes_that_let_the_first_go_on_without_it():
@@ -426,12 +426,12 @@ def test_a_node_looks_for_its_hub_and_for_the_standby_in_turn():
 def test_a_node_that_is_given_several_addresses_tries_them_and_the_newest_standbys_in_turn():
     peer = Peer("a#1", "a", addresses=[FIRST, SECOND])
     for number in range(MOST_LEARNT + 1):
-        peer.know(f"tcp://pc{number}:1")
-    peer.know(SECOND)
-    assert peer.addresses == (FIRST, SECOND, *(f"tcp://pc{number}:1" for number in range(1, MOST_LEARNT + 1)))
+        peer.search.know(f"tcp://pc{number}:1")
+    peer.search.know(SECOND)
+    assert peer.search.addresses == (FIRST, SECOND, *(f"tcp://pc{number}:1" for number in range(1, MOST_LEARNT + 1)))
     peer.start(0.0)
-    tried = [peer.tick(3.0 * number)[0].address for number in range(1, len(peer.addresses) + 1)]
-    assert tried == [*peer.addresses[1:], FIRST]
+    tried = [peer.tick(3.0 * number)[0].address for number in range(1, len(peer.search.addresses) + 1)]
+    assert tried == [*peer.search.addresses[1:], FIRST]
 
 
 def versions_of_nodes_with(lag, seconds, beat=0.6):

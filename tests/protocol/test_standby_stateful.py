@@ -195,7 +195,7 @@ class Node:
     def again(self):
         """Start anew as the node that it was, from a checkpoint of the moment at which it ended."""
         before, self.at = self.peer, FIRST
-        peer = Peer(self.id, before.name, incarnation=before.incarnation + LIFE + 1, addresses=before.addresses)
+        peer = Peer(self.id, before.name, incarnation=before.incarnation + LIFE + 1, addresses=before.search.addresses)
         if before.version >= 0:
             peer.resume(before.run, before.version, SETTINGS, MODEL, sorted(before.in_flight))
             peer.term = before.term
@@ -416,7 +416,7 @@ class World(RuleBasedStateMachine):
         """All nodes that can know of the newest hub are live there, and have had a new version of it."""
         if (newest := self.newest()) is None:
             return False
-        here = [node for node in self.nodes.values() if node.alive and newest.address in node.peer.addresses]
+        here = [node for node in self.nodes.values() if node.alive and newest.address in node.peer.search.addresses]
         known = before[newest.address]
         return all(
             node.peer.state is PeerState.CLOSED

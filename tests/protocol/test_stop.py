@@ -31,7 +31,7 @@ def test_every_node_that_trains_is_told_and_drains_and_then_the_run_is_over():
     hub.receive("a", WorkRequest((), 2, False), 0.0)
     hub.receive("b", WorkRequest((), 2, True), 0.0)
     assert [peer for peer, _ in sent(stop(hub), Stop)] == ["a", "b"]
-    assert hub.ledger.finished and hub.roster(1.0).hub["ending"]
+    assert hub.units.ledger.finished and hub.roster(1.0).hub["ending"]
     assert sent(hub.receive("a", WorkRequest((0,), 1, False), 1.0), WorkUnit) == [("a", WorkUnit((), finished=True))]
     assert of(Reduce, contribute(hub, "a", 0, 1.0, codec="float32", dense=True)), "what is drained lands"
     assert not sent(hub.receive("a", WorkRequest((), 0, True), 1.0), WorkUnit)
@@ -95,7 +95,7 @@ def test_a_run_that_was_ended_can_be_gone_on_with():
     stop(hub)
     again = hub_of(units=5)
     again.restore(hub.state())
-    assert not again.ledger.finished
+    assert not again.units.ledger.finished
     join(again, "a")
     assert sent(again.receive("a", WorkRequest((), 1, False), 0.0), WorkUnit) == [("a", WorkUnit((0,)))]
 
@@ -103,7 +103,7 @@ def test_a_run_that_was_ended_can_be_gone_on_with():
 def test_a_run_that_nobody_has_joined_is_over_at_once():
     hub = hub_of()
     stop(hub)
-    assert hub.ledger.finished and hub.nodes == 0
+    assert hub.units.ledger.finished and hub.nodes == 0
 
 
 def test_nodes_that_wait_for_one_that_founds_the_run_are_sent_away_with_it():

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import floor
 from typing import Any
 
@@ -54,7 +54,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.initialization import sends_optimizer_state
-from zmqtrain.protocol.messages import Aggregate, Announcement, Publish, Snapshot
+from zmqtrain.protocol.messages import Aggregate, Announcement, Publish, Snapshot, replace_fields
 from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.measures import are_related, explain_unrelated, relatedness
 from zmqtrain.strategies.norms import Judgement, is_suspicious
@@ -269,7 +269,7 @@ class Aggregator:
                 self._waiting.pop(key, None)
             counting = tuple(one for one in reduce.contributions if (one.peer, one.sequence) not in out)
             gone = {peer for peer, _ in out}.difference(one.peer for one in counting)
-            reduce = replace(reduce, contributions=counting, live=max(1, reduce.live - len(gone)))
+            reduce = replace_fields(reduce, contributions=counting, live=max(1, reduce.live - len(gone)))
         return reduce, left_out, [judgement for _, judgement in again if not judgement.why]
 
     def _decode(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from zmqtrain.broker.checkpoint import Keeper
 from zmqtrain.broker.core import BrokerCore, EffectHandlers, LoadMeter, MessageHandlers
@@ -13,7 +12,18 @@ from zmqtrain.core.errors import ZmqTrainError
 from zmqtrain.core.types import VERSION, PeerId
 from zmqtrain.parameter_server.parameters import Parameters
 from zmqtrain.protocol.effects import Answer, Broadcast, SendTo
-from zmqtrain.protocol.messages import Hello, Message, Probed, Quarantine, Report, Roster, Scalar, Schedule, Stop
+from zmqtrain.protocol.messages import (
+    Hello,
+    Message,
+    Probed,
+    Quarantine,
+    Report,
+    Roster,
+    Scalar,
+    Schedule,
+    Stop,
+    replace_fields,
+)
 from zmqtrain.strategies.measures import gains
 
 OTHER_KEYS = (
@@ -93,4 +103,4 @@ class AdminService:
         if (noise := self._core.aggregator.meter.noise) is not None and roster.members:
             here["noise"] = noise
             here["gain_next"], here["gain_last"] = gains(len(roster.members), noise)
-        return self._parameters.describe(replace(roster, hub=roster.hub | here))
+        return self._parameters.describe(replace_fields(roster, hub=roster.hub | here))

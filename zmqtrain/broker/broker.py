@@ -226,7 +226,7 @@ class Broker:
                         await self.core.stop.wait()
         finally:
             receiving.cancel()
-            reason = RUN_OVER if self.hub.ledger.finished and not self.hub.nodes else "the broker was stopped"
+            reason = RUN_OVER if self.hub.units.ledger.finished and not self.hub.nodes else "the broker was stopped"
             for peer in list(self.hub.members):
                 self.downlink.send(peer, Goodbye(reason))
             await asyncio.gather(receiving, return_exceptions=True)
@@ -268,7 +268,7 @@ class Broker:
     def _is_over(self) -> bool:
         """Return whether this broker's run has ended and no node is left here."""
         first = self.options.registration
-        over = self.hub.ledger.finished and not self.hub.nodes if first is None else first.ends(self.hub.nodes)
+        over = self.hub.units.ledger.finished and not self.hub.nodes if first is None else first.ends(self.hub.nodes)
         if over:
             self.log.over(by_first=first is not None)
         return over

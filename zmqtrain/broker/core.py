@@ -277,7 +277,7 @@ class BrokerLog:
                 "%s takes no data units: --units %d neither counts nor ends what it does. In a loop of one's own "
                 "`for batch in node.batches(batches_of)` takes them"
             )
-            self._log.warning(text, self._name(peer), self._hub.ledger.total)
+            self._log.warning(text, self._name(peer), self._hub.units.ledger.total)
 
     def _compare_data(self, peer: PeerId, report: Report) -> None:
         if not report.data or report.data == self._hub.data or not self._is_first("other data", peer):
@@ -312,7 +312,7 @@ class BrokerLog:
         elif self._hub.stopped_at is not None:
             logger.info("an operator has ended the run, and every node has left: it is over")
         else:
-            total = self._hub.ledger.total
+            total = self._hub.units.ledger.total
             logger.info("all %d data units are done and every node has left: the run is over", total)
 
     def ended(self, aggregator: Aggregator, bytes_up: int, bytes_down: int) -> None:

@@ -242,8 +242,8 @@ class _BrokerProgram:
 
     def _ready(self, broker: Broker) -> None:
         config, hub, self._folder = self._config, broker.hub, broker.folder
-        if hub.ledger.finished:
-            return say(finished(hub.run, hub.version, hub.ledger.total))
+        if hub.units.ledger.finished:
+            return say(finished(hub.run, hub.version, hub.units.ledger.total))
         if self._standby is not None:
             at = f"at version {max(0, hub.version)}, as term {hub.term}"
             say(f"{hub.run}: this broker has taken over, {at}; its nodes come by themselves")

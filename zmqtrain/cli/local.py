@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Unpack
 
@@ -28,7 +28,7 @@ from zmqtrain.cli.settings import RunOptions, command
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import sharing_card
 from zmqtrain.core.settings import RunSettings, require
-from zmqtrain.protocol.messages import Roster
+from zmqtrain.protocol.messages import Roster, replace_fields
 from zmqtrain.synchronous.exchanges import read_exchange
 
 PROGRAM = "zmqtrain local"
@@ -167,7 +167,7 @@ class Federation:
         if roster is None:
             return None
         self._members |= {str(member["name"]): member for member in roster.members}
-        return replace(roster, members=tuple(self._members.values())) if self._stopping else roster
+        return replace_fields(roster, members=tuple(self._members.values())) if self._stopping else roster
 
     @property
     def running(self) -> bool:
@@ -268,8 +268,8 @@ def _run(config: LocalConfig) -> int:
     lost: list[Departure] = []
     with federation:
         hub = federation.broker.broker.hub
-        if hub.ledger.finished:
-            raise ConfigError(finished(hub.run, hub.version, hub.ledger.total))
+        if hub.units.ledger.finished:
+            raise ConfigError(finished(hub.run, hub.version, hub.units.ledger.total))
         say(saving(folder))
         say(f"its broker is at {federation.broker.address}")
         nodes, where = plural(config.nodes, "node"), federation.broker.address
@@ -293,7 +293,7 @@ def _run(config: LocalConfig) -> int:
         print(f"held-out {format_scores(roster.scores)} at version {roster.score_version}")
     broker = federation.broker.broker
     statistics = broker.statistics()
-    over = broker.hub.ledger.finished
+    over = broker.hub.units.ledger.finished
     say(result(statistics.version, statistics.contributions, broker.folder, folder, PROGRAM, over))
     return 0
 

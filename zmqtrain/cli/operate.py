@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
@@ -25,7 +25,7 @@ from zmqtrain.core.installed import command_word
 from zmqtrain.node.connect import connect, promote, stop
 from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
-from zmqtrain.protocol.messages import MAX_SENTENCE, Roster, printable
+from zmqtrain.protocol.messages import MAX_SENTENCE, Roster, fields_of, printable
 from zmqtrain.transport.address import parse_address, parse_addresses
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
 
@@ -127,7 +127,7 @@ def _watch(node: Node | ShardedNode, title: str, as_json: bool) -> None:
 
 def roster_as_json(roster: Roster) -> str:
     """Return a roster as one line of JSON; unknown figures (NaN, infinity) are null."""
-    return json.dumps(json.loads(json.dumps(asdict(roster)), parse_constant=lambda name: None))
+    return json.dumps(json.loads(json.dumps(fields_of(roster)), parse_constant=lambda name: None))
 
 
 # ---------------------------------------------------------------------- stop and promote

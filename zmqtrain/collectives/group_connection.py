@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from zmqtrain.collectives.reducer import REDUCE_BYTES, REDUCE_MESSAGES, window_bytes
@@ -35,6 +35,7 @@ from zmqtrain.protocol.messages import (
     Relay,
     Relayed,
     Welcome,
+    replace_fields,
 )
 from zmqtrain.protocol.peer import PeerState
 from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer, limited
@@ -340,7 +341,7 @@ class Rendezvous:
         connection = GroupConnection(self, self.hub, self.name)
         key, token = own.public.decode() if own is not None else "", secrets.token_hex(16)
         address = self.asked.address or public_address(bound, router.address, self.hub)
-        asked = replace(self.asked, address=address, key=key, token=token)
+        asked = replace_fields(self.asked, address=address, key=key, token=token)
         try:
             return Meeting(router, connection, await connection.meet(asked, self.timeout_seconds), own)
         except BaseException:

@@ -79,7 +79,8 @@ class Range:
         if high and (value > self.least if self.above else value >= self.least):
             return
         if self.most == inf:
-            raise ConfigError(f"{text!r}: {argument}={value:g} is not at least {self.least:g}")
+            kind = "more than" if self.above else "at least"
+            raise ConfigError(f"{text!r}: {argument}={value:g} is not {kind} {self.least:g}")
         low = f"{self.least:g} {'<' if self.above else '<='}"
         raise ConfigError(
             f"{text!r}: {argument}={value:g} is not in {low} {argument} {'<' if self.below else '<='} {self.most:g}"

@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import isfinite, nan, prod
-from typing import Any, NamedTuple, NewType
+from typing import Any, NamedTuple, NewType, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 VERSION = "0.2.0"
 """Of this package: `zmqtrain.__version__`."""
@@ -64,6 +67,20 @@ def number_of(value: Any) -> float:
 def first_local_unit(name: str) -> int:
     """Return where the range of local units begins that belongs to this name (or peer id)."""
     return LOCAL_UNITS + (zlib.crc32(name.encode()) << 24)
+
+
+class Recent(dict[Key, Value]):
+    """A dict of at most `most` entries: one that is set becomes the newest, and the oldest is dropped."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self.most:
+            del self[next(iter(self))]
 
 
 class Lane(IntEnum):

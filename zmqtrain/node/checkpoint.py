@@ -133,7 +133,7 @@ class NodeCheckpoint:
             peer = node.peer
             peer.term = saved.term
             for address in saved.addresses:
-                peer.know(address)
+                peer.search.know(address)
             peer.resume(
                 saved.run, saved.version, saved.settings, saved.model, sorted(saved.unacked),
                 saved.versions, int(saved.facts["offers"]["sequence"]), saved.schedules,
@@ -192,7 +192,7 @@ class NodeCheckpoint:
             "version": offers.version,
             "incarnation": peer.incarnation,
             "term": peer.term,
-            "addresses": list(peer.addresses),
+            "addresses": list(peer.search.addresses),
             "resets": node.restarts.resets,
             "settings": self._settings.to_dict(),
             "model": spec_to_plain(node.codec.joined_coder.model),
@@ -259,4 +259,4 @@ class NodeCheckpoint:
             settings = peer.timetable.at(self._node.offers.version)
             self._steps_alone += 1
             if self._steps_alone == settings.every * (1 if settings.carries_all else settings.fragments):
-                peer.keep_pending()
+                peer.next_sequence = -1

@@ -27,7 +27,7 @@ from zmqtrain.core.types import Array, Buffer, Offer, Update, Version
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.offers import Offers, Restarts
 from zmqtrain.protocol.effects import Deliver
-from zmqtrain.protocol.messages import Aggregate, Snapshot
+from zmqtrain.protocol.messages import Aggregate, Snapshot, replace_fields
 from zmqtrain.session.environment import clock
 from zmqtrain.session.hub_session import MOST_SPOILED
 
@@ -115,7 +115,7 @@ class Inbox:
             if before and not deliver.keep:
                 # pending progress that an older snapshot drops is dropped all the same
                 warm = all(one is not None and one.warm for one, _ in before) and (deliver.warm or not deliver.reset)
-                deliver = replace(deliver, reset=True, warm=warm)
+                deliver = replace_fields(deliver, reset=True, warm=warm)
             self._arrived = deque(before[-1:] if deliver.keep else ())
         self._arrived.append((deliver, frames))
         return self.decode(coder)

@@ -63,6 +63,7 @@ from zmqtrain.protocol.messages import (
     Stop,
     WorkRequest,
     WorkUnit,
+    replace_fields,
 )
 from zmqtrain.protocol.peer import Peer, PeerRole, PeerState
 from zmqtrain.session.environment import environment
@@ -456,7 +457,7 @@ class Node(NullListener):
             return self.checkpoint.may_go_on()
         if self.peer.state is PeerState.APART or self._lent_mean() is not None:
             return True
-        return self.link.live and (len(self.inbox) > 0 or self.peer.confirmed)
+        return self.link.live and (len(self.inbox) > 0 or self.peer.following.confirmed)
 
     def end_join(self) -> Update | None:
         """Return the result of `join`; once `has_joined`."""
@@ -736,7 +737,7 @@ class Node(NullListener):
     def make_report(self) -> Report:
         sent, received = self.link.bytes_sent, self.link.bytes_received
         report = self.progress.report(sent, received, self.waiting_for, self.exchange_seconds)
-        return report if self._is_first else replace(report, scores=None, score_version=-1)
+        return report if self._is_first else replace_fields(report, scores=None, score_version=-1)
 
     def _request_units(self) -> None:
         if self.link.live and (request := self.units.request()) is not None:

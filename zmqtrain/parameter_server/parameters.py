@@ -17,7 +17,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -50,7 +49,7 @@ from zmqtrain.parameter_server.machine import (
 )
 from zmqtrain.parameter_server.store import Store, optimizer_from_spec
 from zmqtrain.protocol import messages
-from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
+from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire, replace_fields
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.environment import CodecExecutor, EffectQueue, Resume, Suspension, clock, spawn
 
@@ -243,7 +242,7 @@ class Parameters:
         if not machine.keys:
             return roster
         served: dict[str, Scalar] = {"keys": len(machine.keys), "bytes": machine.value_bytes}
-        return replace(roster, served=served | {"pushes": machine.pushes, "clients": machine.clients})
+        return replace_fields(roster, served=served | {"pushes": machine.pushes, "clients": machine.clients})
 
     def _state(self) -> dict[str, Any]:
         return {"machine": self.machine.state(), "directory": self.directory.state()}

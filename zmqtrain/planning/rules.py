@@ -11,7 +11,7 @@ from dataclasses import replace
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO, FITTED, RunSettings
-from zmqtrain.protocol.rounds import canonical_release
+from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.strategies.aggregate import aggregation_from_spec
 from zmqtrain.strategies.norms import norm_gate_from_text
 from zmqtrain.strategies.outer import outer_from_spec
@@ -32,7 +32,7 @@ def _norm_gate(text: str) -> str:
 CANONICAL: Mapping[str, Callable[[str], str]] = {
     "codec": lambda text: coding_from_spec(text).name,
     "broadcast_codec": lambda text: coding_from_spec(text).name,
-    "release": canonical_release,
+    "release": lambda text: release_rule_from_spec(text).name,
     "aggregate": lambda text: aggregation_from_spec(text).name,
     "selection": lambda text: selection_from_spec(text).name,
     "staleness": lambda text: staleness_from_spec(text).name,

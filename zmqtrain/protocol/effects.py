@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.fencing import Stamp
@@ -20,8 +20,11 @@ from zmqtrain.protocol.messages import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SendTo:
+class Effect(msgspec.Struct, frozen=True):
+    """One request of a machine."""
+
+
+class SendTo(Effect, frozen=True):
     """Send a message to one peer. stamp: that of the message it answers, if that made no connection; None: the next of
     the peer's connection."""
 
@@ -30,23 +33,20 @@ class SendTo:
     stamp: Stamp | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Broadcast:
+class Broadcast(Effect, frozen=True):
     """Send a message to every member and observer."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Expect:
+class Expect(Effect, frozen=True):
     """Accept the chunks of this announcement; then call `received` or `broken` of the machine."""
 
     peer: PeerId
     announcement: Announcement
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Effect, frozen=True):
     """The run begins with the parameters of this node, which are here, as version 0."""
 
     peer: PeerId
@@ -54,8 +54,7 @@ class Found:
     model: ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Average:
+class Average(Effect, frozen=True):
     """These nodes' parameters are here: call `averaged` of the machine if they are related, else `unrelated`. Their
     mean then replaces the first one's."""
 
@@ -63,16 +62,14 @@ class Average:
     model: ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Propose:
+class Propose(Effect, frozen=True):
     """Send the mean of an Average to these nodes, which will score it, and keep it: the run may begin with it. No
     nodes: drop it."""
 
     peers: tuple[PeerId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Lend:
+class Lend(Effect, frozen=True):
     """Send the lender's parameters, which are here, to these peers: they start again from them. No peers: drop them."""
 
     lender: PeerId
@@ -80,8 +77,7 @@ class Lend:
     peers: tuple[PeerId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Serve:
+class Serve(Effect, frozen=True):
     """Send `peer` a snapshot, and from then on every aggregate. At a node: send the hub this node's parameters.
 
     known_version: what the peer holds; it gets an empty snapshot if that is current.  landed, reset, rewound: as in
@@ -98,54 +94,47 @@ class Serve:
     held: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Rewind:
+class Rewind(Effect, frozen=True):
     """In strict mode, after a restart, all nodes are here: go back to this version, which all have kept, and call
     `Hub.rewound`. -1: there is none; the run goes on from where it is, and not to the same bits."""
 
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(Effect, frozen=True):
     """Send the standby a copy of this hub, and from then on every release, before the nodes."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class Hear:
+class Hear(Effect, frozen=True):
     """The standby holds this version: nodes may hear of it."""
 
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Effect, frozen=True):
     """Answer this probe on its own lane, with the padding that it asks for."""
 
     peer: PeerId
     probe: Probe
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(Effect, frozen=True):
     """Send a message to one peer on BULK, with the frames that came behind the message that this answers."""
 
     peer: PeerId
     message: Relay
 
 
-@dataclass(frozen=True, slots=True)
-class Consult:
+class Consult(Effect, frozen=True):
     """Give this request to the key server."""
 
     peer: PeerId
     request: KeyRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Combine:
+class Combine(Effect, frozen=True):
     """Reduce the frames behind this message with those of the other ranks of the group; peers: all ranks, in order."""
 
     generation: int
@@ -154,23 +143,20 @@ class Combine:
     chunk: ReduceChunk
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(Effect, frozen=True):
     """A member of this group is lost: nothing of the group is reduced any more."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Accumulate:
+class Accumulate(Effect, frozen=True):
     """Add this received publish to the sum of the round."""
 
     peer: PeerId
     publish: Publish
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(Effect, frozen=True):
     """One publish of a round. staleness: versions that its base is behind; too_stale: it lands with no weight."""
 
     peer: PeerId
@@ -183,8 +169,7 @@ class Contribution:
     too_stale: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(Effect, frozen=True):
     """Close the round: aggregate over `live` nodes, outer step, encode against what was published, send to all.
 
     contributions: the publishes in it, in the order of accumulation.  dense: send the result uncompressed.  plain: the
@@ -213,8 +198,7 @@ class Reduce:
         return sum(one.samples for one in self.contributions)
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Effect, frozen=True):
     """At a node: a whole aggregate or snapshot is here; at a standby: a release, or a copy of the hub.
 
     landed: own sequences in it.  reset: drop what is pending; warm: the optimizer goes on as it is.  keep: the node
@@ -228,8 +212,7 @@ class Deliver:
     warm: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Rebase:
+class Rebase(Effect, frozen=True):
     """At the hub: the norm gate rejects these nodes, more than half of the voters: widen it by one factor, toward their
     deltas. why: it is not widened, and they stay out."""
 
@@ -237,16 +220,14 @@ class Rebase:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TakeBack:
+class TakeBack(Effect, frozen=True):
     """At the hub: this node diverges: find the version since which its contributions were part of that, and call
     `Hub.take_back`."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(Effect, frozen=True):
     """At a node: this publish will not land; its content is still pending."""
 
     sequence: int
@@ -254,8 +235,7 @@ class Withdraw:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnect:
+class Disconnect(Effect, frozen=True):
     """The peer (at a node: the hub) is gone or was refused: forget its transfers. reason: a code; text: why."""
 
     peer: PeerId
@@ -263,15 +243,13 @@ class Disconnect:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Effect, frozen=True):
     """At a node: send a message to the hub."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
+class Connect(Effect, frozen=True):
     """At a node: drop the connections with all that is queued, and connect again. address: "": as before."""
 
     address: str = ""

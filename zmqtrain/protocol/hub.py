@@ -25,9 +25,9 @@ from math import isfinite, isnan, nan
 from statistics import median
 from typing import Any
 
-from zmqtrain.core.errors import CheckpointError, FramingError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.errors import CheckpointError, FramingError, RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import ModelSpec, PeerId, Version, count_values, is_barrier
+from zmqtrain.core.types import ModelSpec, PeerId, Version, count_values, is_barrier, spec_from_plain, spec_to_plain
 from zmqtrain.protocol.effects import (
     Accumulate,
     Answer,
@@ -56,12 +56,10 @@ from zmqtrain.protocol.members import (
     MOST_WAITING,
     Claim,
     Member,
+    Members,
     MemberState,
     Records,
     ShardRegistry,
-    counted,
-    electorate,
-    training,
 )
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
@@ -96,7 +94,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.rounds import AfterAll, FragmentRounds, ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning, Timetable, schedule_from_plain
 from zmqtrain.protocol.standby import PrimaryLease
-from zmqtrain.protocol.units import UnitDealer, WorkLedger
+from zmqtrain.protocol.units import UnitDealer
 
 ROSTER_SECONDS = 1.0
 MOST_MEMBERS = 512
@@ -186,7 +184,7 @@ class Hub:
         self.score_version: Version = -1
         self.best: tuple[Version, float] | None = None
         self.evaluated_on = self.data = self.plan = ""
-        self.members: dict[PeerId, Member] = {}
+        self.members = Members()
         self.latest_incarnation = MAX_INCARNATION - 1
         self.complete = not (shard and settings.mode == "strict")
         self.began_at: float | None = None
@@ -200,7 +198,7 @@ class Hub:
         self.timetable = Timetable(settings)
         self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
         self.shards = ShardRegistry(settings.shards)
-        self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, together=settings.carries_all)
+        self.rounds = FragmentRounds(rule, together=settings.carries_all)
         self.units = UnitDealer(settings, self.members, shard)
         self.records = Records()
         self.fence = Fence()
@@ -315,7 +313,7 @@ class Hub:
         effects += self.release(now)
         if self.news:
             self.news = False
-            live = self._in(MemberState.LIVE)
+            live = self.members.in_state(MemberState.LIVE)
             if (schedule := self.replanning.look(self.version, self.model, live, now)) is not None:
                 self.plan = self.replanning.text
                 effects.append(Broadcast(schedule))
@@ -596,7 +594,7 @@ class Hub:
         if self.settings.shards > 1:
             size += 4 * count_values(self.model)
         in_time = now - member.founds_since <= FOUNDER_SECONDS + size / FOUNDER_BYTES_PER_SECOND
-        return not in_time and bool(self._in(MemberState.WAITING, MemberState.APART))
+        return not in_time and bool(self.members.in_state(MemberState.WAITING, MemberState.APART))
 
     def _send_nodes_away(self, now: float, states: Collection[MemberState]) -> list[HubEffect]:
         effects: list[HubEffect] = []
@@ -688,19 +686,6 @@ class Hub:
         self.version = max(self.version, 0) if founded else -1
         return effects
 
-    def preempt(self, peer: PeerId, reason: str) -> list[HubEffect]:
-        """Have a live node drop what it has pending and start again from the shared parameters.
-
-        Raises LocalProtocolError if it is not live, and where there are several brokers.
-        """
-        if self.settings.shards > 1:
-            raise LocalProtocolError(f"{peer} cannot be preempted by one of several brokers: it would drop all it has")
-        member = self.members.get(peer)
-        if member is None or member.state is not MemberState.LIVE:
-            state = "not here" if member is None else member.state.value
-            raise LocalProtocolError(f"{peer} cannot be preempted while it is {state}")
-        return [SendTo(peer, Preempt(reason))]
-
     # ------------------------------------------------------------------ contributions
 
     def _on_publish(self, member: Member, publish: Publish, now: float) -> list[HubEffect]:
@@ -723,13 +708,12 @@ class Hub:
             return []
         if isinstance(announcement, Snapshot):
             return self._begun(self.initialization.whole(member, announcement))
-        assert isinstance(announcement, Publish)
         if self._is_obsolete(member, announcement):
             return [self._refuse(member, announcement, *RESTART)]
         self.rounds.add(peer, announcement, now)
         self.quarantines.accepted(peer, self.voter_of(peer), now)
         member.contributions, member.counted = member.contributions + 1, True
-        self.ledger.back(peer)
+        self.units.ledger.back(peer)
         member.samples += announcement.samples
         settings = self.timetable.at(self.version)
         member.steps += min(announcement.steps, 2 * (settings.every + settings.delay))
@@ -745,7 +729,6 @@ class Hub:
             return []
         if isinstance(announcement, Snapshot):
             return self.initialization.send_away(member, reason, text) + self.initialization.left(member)
-        assert isinstance(announcement, Publish)
         return [self._refuse(member, announcement, reason, text), *self._offended(member, reason, text, now)]
 
     def left_out(self, peer: PeerId, reason: str, text: str, now: float) -> list[HubEffect]:
@@ -759,11 +742,12 @@ class Hub:
 
     def _is_duplicate(self, member: Member, publish: Publish) -> bool:
         """Whether this very publish is in flight, accepted or landed."""
-        return (
-            any(isinstance(one, Publish) and one.sequence == publish.sequence for one in member.open.values())
-            or any(peer == member.peer and one.sequence == publish.sequence for peer, one in self.rounds.pending)
-            or any(sequence == publish.sequence for sequence, _ in self.records.landed(member.peer))
-        )
+        known = {one.sequence for one in self._not_landed(member)}
+        return publish.sequence in known.union(sequence for sequence, _ in self.records.landed(member.peer))
+
+    def _not_landed(self, member: Member) -> list[Publish]:
+        waiting = [one for peer, one in self.rounds.pending if peer == member.peer]
+        return waiting + [one for one in member.open.values() if isinstance(one, Publish)]
 
     def _fault_of(self, member: Member, publish: Publish) -> tuple[str, str] | None:
         """Return the code and the sentence with which a publish is refused; None if it is welcome."""
@@ -787,8 +771,7 @@ class Hub:
             return "stale", f"{text}{settings.max_staleness} behind"
         if not (0 <= publish.samples <= MAX_SAMPLES and 0 <= publish.steps <= MAX_SAMPLES):
             return "samples", f"stands for {publish.samples} samples in {publish.steps} steps"
-        waiting = [one for peer, one in self.rounds.pending if peer == member.peer]
-        waiting += [one for one in member.open.values() if isinstance(one, Publish)]
+        waiting = self._not_landed(member)
         in_flight = self.timetable.at(self.version).offers_in_flight * (self.fragments if settings.carries_all else 1)
         most_bytes = max(MOST_WAITING_BYTES, (1 + in_flight) * 4 * count_values(self.model))
         waiting_bytes = sum(sum(one.sizes) for one in (*waiting, publish))
@@ -819,14 +802,14 @@ class Hub:
             for member in self.members.values():  # nodes that have not contributed are awaited no longer
                 member.counted = bool(member.contributions)
         if not self.complete:  # the first began with so many at once; here they come one after another
-            self.complete = len(training(self.members)) >= self.settings.start_nodes
+            self.complete = len(self.members.training) >= self.settings.start_nodes
         while self.complete and (taken := self.rounds.take(self.awaited, now)):
             if self.rounds.rule.one_each:
                 # a stated order: the sum of floats depends on it (strict mode is bit-identical)
                 taken.sort(key=lambda one: one[0])
                 effects += [Accumulate(peer, publish) for peer, publish in taken]
             senders = {peer for peer, _ in taken}
-            everybody = max(len(counted(self.members) | senders), self.units.nodes_at_the_end)
+            everybody = max(len(self.members.counted | senders), self.units.nodes_at_the_end)
             scheduled = self.timetable.at(self.version)
             reduce = Reduce(
                 version=self.version + 1,
@@ -871,7 +854,7 @@ class Hub:
         seconds = self.quarantines.refused(member.peer, reason, now)
         if not seconds:
             return []
-        live = {one.peer: self.voter_of(one.peer) for one in self._in(MemberState.LIVE)}
+        live = {one.peer: self.voter_of(one.peer) for one in self.members.in_state(MemberState.LIVE)}
         effects: list[HubEffect] = []
         if reason == "norm" and (out := self.quarantines.wrongly(live, now)):
             if not (why := self._obstacle_to_widening(out)):
@@ -927,10 +910,10 @@ class Hub:
         fragments, taken = tuple(range(self.fragments)), self.version - version
         self.version += 1
         self.rests_until, self.taken_back = self.version + taken, (version, self.version)
-        live = max(1, len(training(self.members)))
+        live = max(1, len(self.members.training))
         effects.append(Reduce(self.version, fragments, (), live, dense=True, back_to=version))
         text = f"the run goes back to version {version}: {printable(peer)} had diverged"
-        return effects + [_restart(one, text) for one in self._in(MemberState.LIVE)]
+        return effects + [_restart(one, text) for one in self.members.in_state(MemberState.LIVE)]
 
     # ------------------------------------------------------------------ the run and its members
 
@@ -941,26 +924,19 @@ class Hub:
 
     @property
     def fragments(self) -> int:
-        """Number of fragments that the run's model is cut into."""
         return self.settings.fragments_of(count_values(self.model))
-
-    @property
-    def ledger(self) -> WorkLedger:
-        """The data units: which are dealt, which are done."""
-        return self.units.ledger
 
     @property
     def live(self) -> frozenset[PeerId]:
         """The nodes that train now; an idle node has no data left."""
-        return frozenset(
-            one.peer for one in self._in(MemberState.LIVE) if not (one.idle or one.drained or one.quarantined)
-        )
+        members = self.members
+        return frozenset(peer for peer in members.training if not (members[peer].idle or members[peer].drained))
 
     @property
     def awaited(self) -> frozenset[PeerId]:
         """The nodes from which a round may await a contribution; in synchronous runs, all that end together."""
         if self.exchange:
-            return frozenset(peer for peer in training(self.members) if not self.members[peer].drained)
+            return frozenset(peer for peer in self.members.training if not self.members[peer].drained)
         return frozenset(peer for peer in self.live if self.members[peer].counted)
 
     @property
@@ -971,28 +947,23 @@ class Hub:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes here, in any state."""
         return sum(member.is_node for member in self.members.values())
 
     @property
     def evaluator(self) -> PeerId | None:
         """The node that scores the shared model: the one live for longest, of those with the run's held-out data."""
-        live = self._in(MemberState.LIVE)
+        live = self.members.in_state(MemberState.LIVE)
         return next((one.peer for one in live if not self.evaluated_on or one.held_out == self.evaluated_on), None)
 
     @property
     def standby(self) -> Member | None:
-        """The standby that follows this hub."""
-        return next(iter(self._in(MemberState.STANDBY)), None)
+        return next(iter(self.members.in_state(MemberState.STANDBY)), None)
 
     @property
     def worse(self) -> tuple[Version, float] | None:
         """The best evaluation, if the last one has ten times its loss or more; else None."""
         loss = self.scores.get("loss", nan)
         return self.best if self.best is not None and self.best[1] > 0 and loss >= WORSE * self.best[1] else None
-
-    def _in(self, *states: MemberState) -> list[Member]:
-        return [member for member in self.members.values() if member.state in states]
 
     def backs(self, member: Member) -> bool:
         """Whether work of this node is in the run: it has contributed, or exchanges past this hub."""
@@ -1023,7 +994,6 @@ class Hub:
         return bool(report.scores) and timely and peer == self.evaluator
 
     def evaluated(self, version: Version, scores: Mapping[str, float]) -> None:
-        """Record an evaluation of the shared parameters."""
         self.scores, self.score_version = dict(scores), version
         loss = self.scores.get("loss", nan)
         if isfinite(loss) and (self.best is None or loss < self.best[1]):
@@ -1048,7 +1018,7 @@ class Hub:
     def takes_no_units(self, member: Member) -> bool:
         """Whether a node trains without data units, in a run that ends when so many are done."""
         report = member.report
-        limited = self.ledger.total > 0 and not self.shard
+        limited = self.units.ledger.total > 0 and not self.shard
         return limited and report is not None and report.step > 0 and report.first_unit < 0
 
     def _describe(self, member: Member) -> dict[str, Scalar]:
@@ -1060,7 +1030,6 @@ class Hub:
         return entry
 
     def roster(self, now: float) -> Roster:
-        """Describe the run and its members as they stand."""
         settings, worse = self.timetable.at(self.version), self.worse
         return Roster(
             version=self.version,
@@ -1068,8 +1037,8 @@ class Hub:
             evaluator="" if (evaluator := self.evaluator) is None else self.members[evaluator].called,
             samples=self.samples,
             contributions=self.contributions,
-            units_done=self.ledger.done_count,
-            units_total=self.ledger.total,
+            units_done=self.units.ledger.done_count,
+            units_total=self.units.ledger.total,
             seconds=self._seconds_before + now - self._began,
             scores=dict(self.scores),
             score_version=self.score_version,
@@ -1117,18 +1086,16 @@ class Hub:
         return self._begun(self.initialization.rewound(self.version))
 
     def clear_rounds(self) -> None:
-        """Drop what waits for a round."""
         self.rounds = FragmentRounds(self.rounds.rule, together=self.settings.carries_all)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold besides the arrays."""
         return {
             "run": self.run,
             "shard": self.shard,
             "founding": self.initialization.number,
             "version": self.version,
             "settings": self.settings.to_dict(),
-            "model": [[leaf.path, list(leaf.shape), leaf.dtype] for leaf in self.model],
+            "model": spec_to_plain(self.model),
             "samples": self.samples,
             "contributions": self.contributions,
             "seconds": round(self._seconds_before + self._ticked - self._began, 3),
@@ -1141,7 +1108,7 @@ class Hub:
     def _between_releases(self) -> dict[str, Any]:
         """The part of the state that changes between releases, as far as a standby must know it."""
         return {
-            "ledger": self.ledger.state(),
+            "ledger": self.units.ledger.state(),
             "scores": self.scores,
             "score_version": self.score_version,
             "best": self.best,
@@ -1153,7 +1120,7 @@ class Hub:
     def books(self, now: float) -> str:
         """Return, as JSON, what a standby must hear of besides releases, and the electorate. It is bound by that once
         it has read it."""
-        here = {peer: self.records.incarnation(peer) for peer in sorted(electorate(self.members))}
+        here = {peer: self.records.incarnation(peer) for peer in sorted(self.members.electorate)}
         told = {
             "crew": here,
             "owners": {peer: owner for peer in here if (owner := self.records.owner(peer))},
@@ -1170,9 +1137,7 @@ class Hub:
             if not (-1 <= self.version < MOST_VERSIONS and 0 <= int(state["samples"]) < MOST_VERSIONS):
                 raise ValueError(f"version {self.version} after {state['samples']} samples cannot be")
             self.initialization.number = int(state.get("founding", 0))
-            model = model_from_wire(
-                tuple((str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in state["model"])
-            )
+            model = model_from_wire(model_to_wire(spec_from_plain(state["model"])))  # which checks its sizes
             self.units.restore(state["ledger"])
             self.samples, self.contributions = int(state["samples"]), int(state["contributions"])
             if isfinite(seconds := float(state.get("seconds", 0.0))):

@@ -42,7 +42,7 @@ from zmqtrain.core.types import (
     is_barrier,
 )
 from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, Propose, Rewind, SendTo, Serve
-from zmqtrain.protocol.members import Member, MemberState, Records
+from zmqtrain.protocol.members import Member, Members, MemberState, Records
 from zmqtrain.protocol.messages import Fetch, Refused, Snapshot, model_from_wire
 
 VOTE_SECONDS = 60.0
@@ -129,12 +129,13 @@ class Initialization:
     def __init__(
         self,
         settings: RunSettings,
-        members: dict[PeerId, Member],
+        members: Members,
         records: Records,
         preemption: Preemption | None = None,
         shard: int = 0,
     ) -> None:
         self.settings, self._members, self._records, self._preemption = settings, members, records, preemption
+        self._in = members.in_state
         self._shard, self._start_nodes = shard, 1 if shard else settings.start_nodes
         self.number = 0
         self.model: ModelSpec = ()
@@ -439,6 +440,3 @@ class Initialization:
             self._vote.leave(peer)
         if self._preemption is not None:
             self._preemption.forget(peer)
-
-    def _in(self, *states: MemberState) -> list[Member]:
-        return [member for member in self._members.values() if member.state in states]

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from zmqtrain.core.types import ModelSpec, PeerId, count_values
+from zmqtrain.core.types import ModelSpec, PeerId, Recent, count_values
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES
 from zmqtrain.protocol.members import ALLOWED
 from zmqtrain.protocol.messages import (
@@ -140,28 +140,19 @@ class MessageRates:
 
     def __init__(self) -> None:
         self.not_heard = 0
-        self._left: dict[PeerId, tuple[float, float]] = {}  # tokens, and when
-        self._over: set[PeerId] = set()
+        self._left = Recent[PeerId, tuple[float, float, bool]](PEERS_KEPT)  # tokens, when, whether it is over its limit
 
     def take(self, peer: PeerId, now: float) -> Hearing:
         """Count a message; TOO_MANY for the first over the limit. The peer is heard again when tokens for a second are
         left."""
-        left, at = self._left.pop(peer, (MESSAGES_AT_ONCE, now))
+        left, at, over = self._left.get(peer, (MESSAGES_AT_ONCE, now, False))
         left = min(MESSAGES_AT_ONCE, left + (now - at) * MESSAGES_PER_SECOND)
-        heard = left >= (MESSAGES_PER_SECOND if peer in self._over else 1)
-        self._left[peer] = (left - heard, now)  # now the most recent
-        if len(self._left) > PEERS_KEPT:
-            oldest = next(iter(self._left))
-            del self._left[oldest]
-            self._over.discard(oldest)
+        heard = left >= (MESSAGES_PER_SECOND if over else 1)
+        self._left[peer] = (left - heard, now, not heard)
         if heard:
-            self._over.discard(peer)
             return Hearing.HEARD
         self.not_heard += 1
-        if peer in self._over:
-            return Hearing.NOT_HEARD
-        self._over.add(peer)
-        return Hearing.TOO_MANY
+        return Hearing.NOT_HEARD if over else Hearing.TOO_MANY
 
 
 def cost_of(seconds: float, head_bytes: int) -> float:
@@ -173,34 +164,29 @@ class LoopBudgets:
     """Recent time of each peer on the loop, beyond ordinary messages."""
 
     def __init__(self) -> None:
-        self._taken: dict[PeerId, tuple[float, float]] = {}  # seconds, and when
-        self._out: set[PeerId] = set()
+        self._taken = Recent[PeerId, tuple[float, float, bool]](PEERS_KEPT)  # seconds, when, whether it is out
 
     def take(self, peer: PeerId, seconds: float, now: float) -> bool:
         """Charge so many seconds; return whether the peer is to be disconnected for them, which it is once."""
         if seconds <= 0:
             return False
-        taken = min(MOST_COUNTED * LOOP_SECONDS, self._taken_by(peer, now) + seconds)
-        self._taken.pop(peer, None)
-        self._taken[peer] = taken, now  # now the most recent
-        if len(self._taken) > PEERS_KEPT:
-            oldest = next(iter(self._taken))
-            del self._taken[oldest]
-            self._out.discard(oldest)
-        if taken <= LOOP_SECONDS or peer in self._out:
-            return False
-        self._out.add(peer)
-        return True
+        taken, out = self._taken_by(peer, now)
+        taken = min(MOST_COUNTED * LOOP_SECONDS, taken + seconds)
+        over = taken > LOOP_SECONDS
+        self._taken[peer] = taken, now, out or over
+        return over and not out
 
     def is_heard(self, peer: PeerId, now: float) -> bool:
         """Return whether messages of this peer are read; those of a disconnected peer are after a while."""
-        if peer in self._out and self._taken_by(peer, now) <= BACK_AT * LOOP_SECONDS:
-            self._out.discard(peer)
-        return peer not in self._out
+        taken, out = self._taken_by(peer, now)
+        if out and taken <= BACK_AT * LOOP_SECONDS:
+            out = False
+            self._taken[peer] = taken, now, out
+        return not out
 
-    def _taken_by(self, peer: PeerId, now: float) -> float:
-        taken, at = self._taken.get(peer, (0.0, now))
-        return max(0.0, taken - (now - at) * LOOP_SHARE)
+    def _taken_by(self, peer: PeerId, now: float) -> tuple[float, bool]:
+        taken, at, out = self._taken.get(peer, (0.0, now, False))
+        return max(0.0, taken - (now - at) * LOOP_SHARE), out
 
 
 class HeadSizes:
@@ -245,7 +231,7 @@ class Quarantines:
     """The quarantine records of all nodes."""
 
     def __init__(self) -> None:
-        self._records: dict[PeerId, _Record] = {}
+        self._records = Recent[PeerId, _Record](NODES_KEPT)
         self._looked_at = 0.0
         self._votes: deque[tuple[str, float]] = deque(maxlen=GATE_VOTES_KEPT)
 
@@ -318,8 +304,5 @@ class Quarantines:
             record.refused = deque([False] * min(int(accepted), OF_LAST), maxlen=OF_LAST)
 
     def _recent(self, peer: PeerId) -> _Record:
-        record = self._records.pop(peer, None) or _Record()
-        self._records[peer] = record  # now the most recent
-        while len(self._records) > NODES_KEPT:
-            del self._records[next(iter(self._records))]
+        record = self._records[peer] = self._records.get(peer) or _Record()  # now the most recent
         return record

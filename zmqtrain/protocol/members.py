@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
@@ -22,12 +22,11 @@ from math import isnan
 from typing import Any
 
 from zmqtrain.core.errors import LocalProtocolError
-from zmqtrain.core.types import ModelSpec, PeerId, Version
+from zmqtrain.core.types import ModelSpec, PeerId, Recent, Version
 from zmqtrain.protocol.fencing import MAX_INCARNATION
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     MAX_NAME,
-    Announcement,
     Fetch,
     Goodbye,
     GroupLost,
@@ -108,7 +107,6 @@ class ShardRegistry:
         return "", holder if holder != peer else None
 
     def forget(self, peer: PeerId) -> None:
-        """Remove a broker that is gone."""
         self._claims = {shard: one for shard, one in self._claims.items() if one[0] != peer}
 
     @property
@@ -225,7 +223,7 @@ class Member:
     unreachable_since: float | None = None
     number: int = 0
     same_as: PeerId | None = None
-    open: dict[int, Announcement] = field(default_factory=dict)
+    open: dict[int, Publish | Snapshot] = field(default_factory=dict)
 
     def move(self, state: MemberState) -> None:
         """Change the state. Raises LocalProtocolError for a move that `MEMBER_TRANSITIONS` does not have."""
@@ -281,23 +279,32 @@ class Member:
         return isnan(self.score), 0.0 if isnan(self.score) else self.score, self.peer
 
 
-def training(members: Mapping[PeerId, Member]) -> set[PeerId]:
-    """Return the nodes that train: idle ones too, or the last to finish would weigh more than the others in a mean."""
-    return {peer for peer, member in members.items() if member.state is MemberState.LIVE and not member.quarantined}
+class Members(dict[PeerId, Member]):
+    """The peers at one hub."""
 
+    def in_state(self, *states: MemberState) -> list[Member]:
+        """Return the members in one of these states, in the order in which they came."""
+        return [member for member in self.values() if member.state in states]
 
-def counted(members: Mapping[PeerId, Member]) -> set[PeerId]:
-    """Return the nodes that a mean is over: those that train and have contributed; see `Hub.counts_newcomers`."""
-    return {peer for peer in training(members) if members[peer].counted}
+    @property
+    def training(self) -> set[PeerId]:
+        """The nodes that train: idle ones too, or the last to finish would weigh more than the others in a mean."""
+        return {member.peer for member in self.in_state(MemberState.LIVE) if not member.quarantined}
 
+    @property
+    def counted(self) -> set[PeerId]:
+        """The nodes that a mean is over: those that train and have contributed; see `Hub.counts_newcomers`."""
+        return {peer for peer in self.training if self[peer].counted}
 
-def electorate(members: Mapping[PeerId, Member]) -> set[PeerId]:
-    """Return the nodes that vote between a hub and its standby: those that have contributed; if none has, those that
-    train; if none does, all.
+    @property
+    def electorate(self) -> set[PeerId]:
+        """The nodes that vote between a hub and its standby: those that have contributed; if none has, those that
+        train; if none does, all.
 
-    A node that joins and never publishes has no vote: many of them could keep a hub from going on without its standby.
-    """
-    return counted(members) or training(members) or {peer for peer, member in members.items() if member.is_node}
+        A node that joins and never publishes has no vote: many of them could keep a hub from going on without its
+        standby.
+        """
+        return self.counted or self.training or {member.peer for member in self.values() if member.is_node}
 
 
 @dataclass
@@ -341,8 +348,8 @@ class Records:
     the highest incarnation, and the owner: the name of the key with which it came first ("": without one)."""
 
     def __init__(self) -> None:
-        self._records: dict[PeerId, _Record] = {}  # each dict: the most recent last
-        self._greeted: dict[PeerId, _Record] = {}  # of peers that have published nothing
+        self._records = Recent[PeerId, _Record](RECORDS_KEPT)
+        self._greeted = Recent[PeerId, _Record](RECORDS_KEPT)  # of peers that have published nothing
 
     def _of(self, peer: PeerId) -> _Record | None:
         return self._records.get(peer) or self._greeted.get(peer)
@@ -367,7 +374,6 @@ class Records:
         return 0 if (record := self._of(peer)) is None else record.incarnation
 
     def greet(self, peer: PeerId, incarnation: int) -> None:
-        """Record the incarnation of a Hello."""
         if incarnation:
             record = self._take(peer)
             record.incarnation = incarnation
@@ -383,7 +389,6 @@ class Records:
             record.owner = name
 
     def hear(self, peer: PeerId, sequence: int) -> None:
-        """Record that a publish was announced."""
         record = self._take(peer)
         record.heard = max(record.heard, sequence)
         self._put(peer, record)
@@ -401,7 +406,6 @@ class Records:
             record.older, record.recalled, record.heard = [], (), -1
 
     def forget_unlanded(self) -> None:
-        """Forget the publishes that were announced and have not landed."""
         for record in self._records.values():
             record.heard = max((sequence for sequence, _ in record.landed), default=-1)
 
@@ -409,10 +413,7 @@ class Records:
         return self._records.pop(peer, None) or self._greeted.pop(peer, None) or _Record()
 
     def _put(self, peer: PeerId, record: _Record) -> None:
-        kept = self._records if record.heard >= 0 else self._greeted
-        kept[peer] = record
-        if len(kept) > RECORDS_KEPT:
-            del kept[next(iter(kept))]
+        (self._records if record.heard >= 0 else self._greeted)[peer] = record
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold. The landings of each peer are one short text, because a list of numbers

@@ -1,4 +1,4 @@
-"""Messages of the protocol.
+"""Messages of the protocol; docs/protocol.md says when each is sent, and what its fields mean.
 
 Rule 1: a message is frozen, flat and of plain types. Arrays never travel in a message; they follow as `Chunk`s of a
 transfer.
@@ -12,9 +12,10 @@ number of the transfer. A broker refuses a request by that number (`Refused.sequ
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from math import prod
 from typing import get_args
+
+import msgspec
 
 from zmqtrain.core.errors import FramingError
 from zmqtrain.core.types import LeafSpec, ModelSpec
@@ -53,17 +54,30 @@ def model_from_wire(wire: tuple[WireLeaf, ...]) -> ModelSpec:
     return tuple(LeafSpec(path, shape, dtype) for path, shape, dtype in wire)
 
 
+class Message(msgspec.Struct, frozen=True):
+    """One message: its subclass in this module is its kind, and its fields travel by name, in this order."""
+
+    def _bound(self, **most: int) -> None:
+        """Make the texts of these fields printable, and no longer than so many characters."""
+        for name, characters in most.items():
+            msgspec.structs.force_setattr(self, name, printable(getattr(self, name), characters))
+
+
+replace_fields = msgspec.structs.replace
+"""Gives a copy of a message, or of an effect, with other values in these fields."""
+fields_of = msgspec.structs.asdict
+"""Gives the fields of a message by name."""
+
+
 # ---------------------------------------------------------------------- nodes and hub
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message, frozen=True):
     """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing).
 
     role: "node", "observer", "process" (of a group, no node of the run), "broker" of a `shard`, which nodes reach at
     `address`, or "standby": the hub's successor, which nodes reach at `address`.
-    link: rate of this node's port, bytes of payload per second, one way (0: not known).  share: the part of it that
-    training may use.  exchange: how this node exchanges gradients in every step, past the hub ("": it publishes).
+    link: bytes of payload per second, one way (0: not known).  share: the part of it that training may use.
     incarnation: as in `fencing`; 0: not fenced.  term: the highest of a hub that this node knows.  without: number of
     the last lease from which it releases its hub (`standby`; 0: none).
     in_flight: of a node that goes on from a checkpoint, the sequences in flight then: Welcome says which of them have
@@ -86,16 +100,13 @@ class Hello:
     checkpoints: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Message, frozen=True):
     """Hub to node: the run and its settings; model is empty until the run is initialized.
 
     landed: (sequence, version) of this node's publishes that are in the parameters; accepted: those that will be.
-    heard: highest sequence heard of this peer id, from any process: a new process counts on from it.  schedules: the
-    one that holds, and the next one if there is one.
-    shard: index of this broker among several.  shards: address of each by shard ("": not here), from the first broker;
-    from another, the address of the first.  term: number of takeovers of this run so far.  standby: address of the
-    hub's successor ("": none).  called: name of this peer in a Roster.  samples: as in Roster.
+    schedules: the one that holds, and the next one if there is one.  shards: address of each shard's broker ("": not
+    here), from the first broker; from another, the address of the first.  term: number of takeovers of this run so far.
+    standby: address of the hub's successor ("": none).  called: name of this peer in a Roster.
     """
 
     run: str
@@ -114,8 +125,7 @@ class Welcome:
     samples: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Message, frozen=True):
     """No, and why: `reason` is a short code, `text` a sentence for people, `sequence` the publish it is about or -1."""
 
     reason: str
@@ -123,42 +133,35 @@ class Refused:
     sequence: int = -1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", printable(self.reason, MAX_NAME))
-        object.__setattr__(self, "text", printable(self.text, MAX_SENTENCE))
+        self._bound(reason=MAX_NAME, text=MAX_SENTENCE)
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Message, frozen=True):
     """I am alive. A node's carries its own clock; the hub sends it back, which gives the round trip.
 
-    heard: in the hub's answer, the highest sequence of this node's publishes that arrived: a higher one that was sent
-    before this heartbeat was lost in flight.  In a standby's, the number of the books that it has read last; in a
-    node's, `without` as in Hello.
+    heard: in the hub's answer, the highest sequence of this node's publishes that arrived.  In a standby's, the number
+    of the books that it has read last; in a node's, `without` as in Hello.
     """
 
     sent: float = 0.0
     heard: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
+class Goodbye(Message, frozen=True):
     """The sender leaves; nothing waits for it."""
 
     reason: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", printable(self.reason, MAX_SENTENCE))
+        self._bound(reason=MAX_SENTENCE)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Message, frozen=True):
     """Node to hub: the state of training. scores: of the shared model at score_version, if this node evaluated it.
 
-    data: digests of its program's data, "training/held out" ("": not known).  exchange_seconds: CPU time of the codec
-    for one offer and its answer, encode and decode (0: none yet).  held_seconds: time that one exchange, of all that is
-    offered at once, holds the training thread (0: not known).  device: that it trains on, for people.  first_step:
-    digest of the loss and the parameters of its first step: equal for two nodes with the same parameters and the same
-    batch ("": not known).  first_unit: its first data unit (-1: it takes none, or has not begun).
+    exchange_seconds: CPU time of the codec for one offer and its answer, encode and decode (0: none yet).
+    held_seconds: time that one exchange, of all that is offered at once, holds the training thread (0: not known).
+    data, first_step: digests ("": not known).  first_unit: -1: it takes none, or has not begun.
     """
 
     step: int
@@ -180,19 +183,11 @@ class Report:
     first_unit: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Roster:
+class Roster(Message, frozen=True):
     """Hub to all: the nodes and the state of the run. members: one map a node; evaluator: the node that scores the
     model. Both use the names of Welcome, not ids, because a process that knows an id can say Hello with it.
 
-    every, delay: k and d at `version`.  shards: as in Welcome.  served: of the parameter server: keys, bytes, pushes,
-    clients; empty if it has no keys.  exchange: as in Hello.
-    hub: of the hub itself: term, standby, `without` (number of the lease from which nodes are to release it; 0: none)
-    and dropped messages by verdict (`fencing`).  Of a live broker also: deltas refused, connections and messages turned
-    away at its port in the last minute, whether it waits for room on its disk (waits_for_room: to release; unsaved: for
-    a checkpoint), `best_loss` and `best_version` while the last evaluation is ten times worse than the best, and once
-    measured `noise` (the noise scale in units of one node's delta), `gain_next` and `gain_last`: by which part of the
-    speed one more node would raise it, and the last one does.
+    every, delay: k and d at `version`.  hub: of the hub itself (`Hub.roster`, and `broker.admin` for a live broker).
     """
 
     version: int
@@ -208,13 +203,12 @@ class Roster:
     every: int = 0
     delay: int = 0
     shards: tuple[str, ...] = ()
-    served: dict[str, Scalar] = field(default_factory=dict)
+    served: dict[str, Scalar] = {}
     exchange: str = ""
-    hub: dict[str, Scalar] = field(default_factory=dict)
+    hub: dict[str, Scalar] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(Message, frozen=True):
     """Hub to all: from the step boundary on at which you have applied `from_version`, k is `every`, d is `delay`, and
     these specs hold ("": as at the beginning of the run); outer concerns the hub only."""
 
@@ -226,15 +220,12 @@ class Schedule:
     outer: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Message, frozen=True):
     """Node to hub: send me the parameters; I hold `version` (-1: nothing). Hub to node: send yours.
 
-    score: of this node's own parameters, lower is better (NaN: not known). A node that trains apart repeats it, without
-    its model, or with it if it keeps its own in place of lent ones; a node that was sent the mean reports its score
-    once.  founding: number that the first of several brokers gives when it asks; with it the node brings the other
-    brokers their shards before it answers.  digest, held: of a snapshot cut short by a lost connection, and how many of
-    its first frames are here ("", 0: none).
+    score: of this node's own parameters, lower is better (NaN: not known).  founding: number that the first of several
+    brokers gives when it asks.  digest, held: of a snapshot cut short by a lost connection, and how many of its first
+    frames are here ("", 0: none).
     """
 
     version: int = -1
@@ -245,14 +236,13 @@ class Fetch:
     held: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Message, frozen=True):
     """The anchor at `version`, whole, as float32, fragment by fragment; no sizes: what you hold is it.
 
-    version -1: not the run's parameters, but another node's, or the mean to vote on.  landed: as in Welcome.
-    moments: how many of the last frames are the sender's optimizer state.  reset: start again from these parameters,
-    and drop your own.  rewound: all have gone back to this version: go on from your checkpoint of it.  digest: BLAKE2b
-    of all frames ("": none).  first: index of the first chunk sent; the receiver has said that it holds those before.
+    version -1: not the run's parameters, but another node's, or the mean to vote on.  moments: how many of the last
+    frames are the sender's optimizer state.  reset: start again from these parameters, and drop your own.  rewound: all
+    have gone back to this version: go on from your checkpoint of it.  digest: BLAKE2b of all frames ("": none).  first:
+    index of the first chunk sent.
     """
 
     transfer: int
@@ -266,8 +256,7 @@ class Snapshot:
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Message, frozen=True):
     """Node to hub: a delta of one fragment waits for credit. score: the local loss (NaN: none).
 
     dense: coded as float32 whatever the run's codec, to drain what is pending; so is the aggregate that it lands in.
@@ -285,8 +274,7 @@ class Publish:
     dense: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Aggregate:
+class Aggregate(Message, frozen=True):
     """Hub to all: the step from version - 1 to version. frames: number of frames of each fragment.
 
     samples: of all publishes in it.
@@ -303,16 +291,14 @@ class Aggregate:
     samples: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Message, frozen=True):
     """The head of one payload frame: the `index`-th of a transfer that the same sender announced."""
 
     transfer: int
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Credit:
+class Credit(Message, frozen=True):
     """Receiver to sender: `chunks` more chunks of this transfer may come (up), or have been taken (down).
 
     On the way down the announcement itself counts as a chunk, because it goes on the same lane.
@@ -322,16 +308,14 @@ class Credit:
     chunks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Preempt:
+class Preempt(Message, frozen=True):
     """Hub to node: drop what is pending and start again from the shared parameters; with reason "over" (your quarantine
     is) the optimizer goes on as it is."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantine:
+class Quarantine(Message, frozen=True):
     """Hub to node: your deltas are rejected for `seconds`, because too many were refused. reason, text: of the last
     one, as in Refused. Drop what is pending and start again from the shared parameters; with "norm" and "again" the
     optimizer goes on as it is. seconds 0: the quarantine is over, go on as you are."""
@@ -341,12 +325,10 @@ class Quarantine:
     seconds: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", printable(self.reason, MAX_NAME))
-        object.__setattr__(self, "text", printable(self.text, MAX_SENTENCE))
+        self._bound(reason=MAX_NAME, text=MAX_SENTENCE)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkRequest:
+class WorkRequest(Message, frozen=True):
     """Node to hub: these data units are done; deal me `want` more. idle: I have none left and wait for the answer.
 
     After the last unit, idle with nothing wanted says: all that I had pending has landed.
@@ -361,8 +343,7 @@ class WorkRequest:
     reached: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class WorkUnit:
+class WorkUnit(Message, frozen=True):
     """Hub to node: work on these data units; finished: there are no more.
 
     end_version: -1, or the run's last version: every node has drained, and a node that has applied it may leave.
@@ -373,16 +354,14 @@ class WorkUnit:
     end_version: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Message, frozen=True):
     """Operator (an observer) to hub: end the run.  Hub to its nodes: the run ends: drain what is pending and leave."""
 
 
 # ---------------------------------------------------------------------- groups
 
 
-@dataclass(frozen=True, slots=True)
-class JoinGroup:
+class JoinGroup(Message, frozen=True):
     """Process to hub: add me to `group`, of `size` processes that all give the same `description`.
 
     rank: which of them I want to be; -1: any.  address, key, token: as in WireProcess.
@@ -397,8 +376,7 @@ class JoinGroup:
     token: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Forming:
+class Forming(Message, frozen=True):
     """Hub to process: your group waits for `missing` more. here: the names of those present, in order of arrival."""
 
     group: str
@@ -406,8 +384,7 @@ class Forming:
     missing: int
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Message, frozen=True):
     """Hub to process: your group is complete, and you are its `rank`. members: by rank.
 
     generation: a number of its own for each complete group of this hub.
@@ -419,8 +396,7 @@ class Group:
     members: tuple[WireProcess, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLost:
+class GroupLost(Message, frozen=True):
     """Hub to process: that rank of your group, perhaps yourself, is gone for good. Process to hub: I think so; likewise
     process to process, where the hub does not answer.  left: it said goodbye.
     """
@@ -430,18 +406,16 @@ class GroupLost:
     left: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "why", printable(self.why, MAX_SENTENCE))
+        self._bound(why=MAX_SENTENCE)
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Message, frozen=True):
     """Process to process: I leave the group once you have received so many `messages` of mine."""
 
     messages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Relay:
+class Relay(Message, frozen=True):
     """Process to process through the hub: `size` bytes follow. rank: the receiver's on the way up, the sender's on the
     way down."""
 
@@ -449,8 +423,7 @@ class Relay:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Relayed:
+class Relayed(Message, frozen=True):
     """Receiver to sender of relayed messages, through the hub: `messages` more of them have arrived.
 
     rank: the sender's on the way up, the receiver's on the way down.
@@ -460,8 +433,7 @@ class Relayed:
     messages: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceChunk:
+class ReduceChunk(Message, frozen=True):
     """Process to hub: reduce this chunk with that of every other rank. `size` bytes follow, in frames: the last one is
     the values, those before it are the sender's own and come back.
 
@@ -474,8 +446,7 @@ class ReduceChunk:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReducedChunk:
+class ReducedChunk(Message, frozen=True):
     """Hub to process: a reduced chunk of all ranks. The receiver's own frames of its ReduceChunk follow, then the
     values."""
 
@@ -483,14 +454,33 @@ class ReducedChunk:
     size: int
 
 
-GroupMessage = JoinGroup | Forming | Group | GroupLost | Leave | Relay | Relayed | ReduceChunk | ReducedChunk
+# ---------------------------------------------------------------------- probes
+
+
+class Probe(Message, frozen=True):
+    """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding with this message.
+
+    Measures a link from outside of a run: on BULK the padding is a frame of its own, on CONTROL there is none.
+    """
+
+    number: int
+    size: int = 0
+    answer: int = 0
+
+
+class Probed(Message, frozen=True):
+    """Hub to peer: the answer to a Probe, with the padding asked for. seconds: the hub's clock, since 1970; software:
+    of the hub, for people."""
+
+    number: int
+    seconds: float
+    software: str
 
 
 # ---------------------------------------------------------------------- standby
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(Message, frozen=True):
     """Hub to standby: a copy of this hub at `version` (-1: the run has no parameters).
 
     state: how many of the first frames are its state (JSON); the others are a safetensors file of its arrays.
@@ -502,8 +492,7 @@ class Replica:
     state: int
 
 
-@dataclass(frozen=True, slots=True)
-class Books:
+class Books(Message, frozen=True):
     """Hub to standby, periodically: the state that changes between releases, and the electorate (JSON).
 
     The standby confirms in its Heartbeats which books it has read last.
@@ -512,26 +501,20 @@ class Books:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(Message, frozen=True):
     """Standby to hub: I hold this version: the nodes may hear of it."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Promote:
+class Promote(Message, frozen=True):
     """Operator (an observer) to standby: take over now, even if the first hub is there."""
-
-
-StandbyMessage = Replica | Books | Holding | Promote
 
 
 # ---------------------------------------------------------------------- parameter server
 
 
-@dataclass(frozen=True, slots=True)
-class Enrol:
+class Enrol(Message, frozen=True):
     """Client to broker: I use your keys by these rules. "" and 0: whatever they are here.
 
     store: as the first of the brokers named it.  shard: which of `shards` this client takes you for.
@@ -547,8 +530,7 @@ class Enrol:
     reads: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Enrolled:
+class Enrolled(Message, frozen=True):
     """Broker to client: these are the rules."""
 
     store: str
@@ -557,16 +539,14 @@ class Enrolled:
     workers: int
 
 
-@dataclass(frozen=True, slots=True)
-class Declare:
+class Declare(Message, frozen=True):
     """Client to the first broker: I have values for these keys; where do they lie? With a dtype of "": only where."""
 
     request: int
     keys: tuple[WireKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Message, frozen=True):
     """First broker to client: the places of keys of that request, some now, others when their values are there.
 
     found: bring the values of these to all their brokers, then say Founded.  given: the values of these are there.
@@ -577,15 +557,13 @@ class Placed:
     given: tuple[WirePlace, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Founded:
+class Founded(Message, frozen=True):
     """Client to the first broker: the values of these keys are with all their brokers."""
 
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Initialise:
+class Initialise(Message, frozen=True):
     """Client to broker: the first values of your piece of a key wait for credit."""
 
     transfer: int
@@ -596,8 +574,7 @@ class Initialise:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(Message, frozen=True):
     """Client to broker: a gradient for your piece of a key waits for credit. pull: send me the values after it."""
 
     transfer: int
@@ -607,16 +584,14 @@ class Push:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(Message, frozen=True):
     """Client to broker: send me the values of your piece of a key."""
 
     request: int
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class Values(Message, frozen=True):
     """Broker to client: the values for this request, after `version` steps."""
 
     transfer: int
@@ -625,59 +600,22 @@ class Values:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Message, frozen=True):
     """Broker to client: this request, which wants no values, is done."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Awaited:
+class Awaited(Message, frozen=True):
     """Broker to client: your requests wait for these workers, and for so many that have not enrolled."""
 
     workers: tuple[str, ...]
     missing: int
 
 
-KEY_REQUESTS = (Enrol, Declare, Founded, Initialise, Push, Pull)
-"""Messages of a client to a broker."""
-KeyMessage = Enrol | Enrolled | Declare | Placed | Founded | Initialise | Push | Pull | Values | Done | Awaited
-
-
-# ---------------------------------------------------------------------- probes
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding with this message.
-
-    Measures a link from outside of a run: on BULK the padding is a frame of its own, on CONTROL there is none.
-    """
-
-    number: int
-    size: int = 0
-    answer: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """Hub to peer: the answer to a Probe, with the padding asked for. seconds: the hub's clock, since 1970; software:
-    of the hub, for people."""
-
-    number: int
-    seconds: float
-    software: str
-
-
-# fmt: off
-Message = (
-    Hello | Welcome | Refused | Heartbeat | Goodbye | Report | Roster | Schedule | Fetch | Snapshot | Publish
-    | Aggregate | Chunk | Credit | Preempt | Quarantine | WorkRequest | WorkUnit | Stop | GroupMessage | Probe | Probed
-    | StandbyMessage | KeyMessage
-)
-# fmt: on
-MESSAGES: tuple[type[Message], ...] = get_args(Message)
+MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
 Announcement = Publish | Aggregate | Snapshot | Replica | Initialise | Push | Values
 ANNOUNCEMENTS: tuple[type[Announcement], ...] = get_args(Announcement)
 KeyRequest = Enrol | Declare | Founded | Initialise | Push | Pull
+"""Messages of a client of the parameter server to a broker."""
+KEY_REQUESTS: tuple[type[KeyRequest], ...] = get_args(KeyRequest)

@@ -17,7 +17,6 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from enum import Enum
 from random import Random
 from typing import Literal, NamedTuple
@@ -50,6 +49,7 @@ from zmqtrain.protocol.messages import (
     WireSchedule,
     model_from_wire,
     model_to_wire,
+    replace_fields,
 )
 from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 
@@ -104,12 +104,10 @@ class Search:
         return (*self._given, *self._learnt)
 
     def know(self, standby: str) -> None:
-        """Record the address of a standby of the hub."""
         if standby and self._given and standby not in self.addresses:
             self._learnt = [*self._learnt, standby][-MOST_LEARNT:]
 
     def is_due(self, now: float) -> bool:
-        """Return whether the next attempt begins."""
         return now >= self._at
 
     def next_address(self) -> str | None:
@@ -125,7 +123,6 @@ class Search:
         return self._looks_at
 
     def began(self, now: float) -> None:
-        """A Hello goes out."""
         self._at, self._fresh = now + self.backoff.next(), False
 
     def lost(self, again_at: float, elsewhere: bool) -> None:
@@ -216,7 +213,6 @@ class Following:
         return -1 if self._reset or self._missing else self.version
 
     def lose(self) -> None:
-        """Forget what is in flight: the connection is gone."""
         self._open.clear()
 
     def lags(self, version: Version, patience_seconds: float, now: float) -> bool:
@@ -329,11 +325,11 @@ class Peer:
         self.checkpoints: tuple[int, ...] = ()
         self.rewound: Version = -1
         self._state = PeerState.CONNECTING
-        self._search, self._following = Search(peer, addresses), Following()
+        self.search, self.following = Search(peer, addresses), Following()
         self._connection = Connection(0)
         self._beats: dict[float, int] = {}  # by unanswered heartbeat: the last publish before it
         self._asks_of: tuple[int, ...] = ()
-        self._next_sequence = -1
+        self.next_sequence = -1
         self._voting = False  # the mean has come since this node was last asked for its parameters
         self._beat_at = self._heard = self._ticked = 0.0
 
@@ -350,54 +346,37 @@ class Peer:
     ) -> None:
         """Go on as a node of this run from this version; call before `start`. checkpoints: as in Hello.
 
-        next_sequence: of the first offer of the former process that the checkpoint does not know of, -1 for none.
+        next_sequence: of the first offer of the former process that the checkpoint does not know of, -1 for none: then
+        nothing of what is pending is dropped.
         schedules: as `Timetable.since` gave them, for a restarted hub that may not know the last ones; the schedules in
         its Welcome replace them.
         """
         self.run, self.settings, self.run_model = run, settings, model
-        self._following.version = version
+        self.following.version = version
         self.timetable, self.run_version = Timetable(settings, schedules), version
         self.in_flight, self.checkpoints = set(in_flight), checkpoints
-        self._asks_of, self._next_sequence = tuple(sorted(self.in_flight))[:MOST_WAITING], next_sequence
-
-    def keep_pending(self) -> None:
-        """Drop nothing of what is pending, whatever a former process offered, if no hub has said so yet."""
-        self._next_sequence = -1
+        self._asks_of, self.next_sequence = tuple(sorted(self.in_flight))[:MOST_WAITING], next_sequence
 
     def _move(self, cause: type[Message] | Move) -> None:
         self._state = PEER_TRANSITIONS[self._state, cause]
 
     @property
     def state(self) -> PeerState:
-        """Where this node stands with its hub."""
         return self._state
 
     @property
     def version(self) -> Version:
-        """Of the last aggregate or snapshot that is here whole; -1: none."""
-        return self._following.version
-
-    @property
-    def confirmed(self) -> bool:
-        """As in Following."""
-        return self._following.confirmed
+        return self.following.version
 
     @property
     def heartbeat_seconds(self) -> float:
-        """Seconds between heartbeats, once welcomed."""
         assert self.settings is not None
         return self.settings.heartbeat_seconds
 
     @property
     def lost_seconds(self) -> float:
-        """Seconds of silence after which the hub is lost, once welcomed."""
         assert self.settings is not None
         return self.settings.lost_seconds
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """As in Search."""
-        return self._search.addresses
 
     @property
     def measured_rate(self) -> float:
@@ -418,8 +397,13 @@ class Peer:
     # ------------------------------------------------------------------ actions of this side
 
     def start(self, now: float) -> list[PeerEffect]:
-        """Say Hello for the first time."""
-        return self._hello(now)
+        """Say Hello, for the first time or again."""
+        self.search.began(now)
+        self.incarnation += bool(self.incarnation)
+        self._connection = Connection(self.incarnation)
+        hello = replace_fields(self._greeting(), incarnation=self.incarnation, term=self.term, without=self.without)
+        # the order goes with each Hello, because nothing of an unanswered attempt is sent again
+        return [Send(hello)] if self.order is None else [Send(hello), Send(self.order)]
 
     def join(self, model: ModelSpec, now: float, score: float = math.nan) -> list[PeerEffect]:
         """Describe this node's model; from Welcome on the machine asks for the run's parameters by itself.
@@ -455,18 +439,13 @@ class Peer:
 
     def resync(self) -> list[PeerEffect]:
         """Ask for a snapshot because this side dropped aggregates; a node that is not live asks as soon as it can."""
-        self._following.dropped()
+        self.following.dropped()
         return self._resync() if self.state is PeerState.LIVE else []
 
     def leave(self, reason: str) -> list[PeerEffect]:
-        """Say goodbye; nothing is awaited any more."""
         connected = self.state not in (PeerState.CONNECTING, PeerState.CLOSED)
         self._move(Move.CLOSE)
         return [Send(Goodbye(reason))] if connected else []
-
-    def know(self, standby: str) -> None:
-        """Record the address of a standby of the hub."""
-        self._search.know(standby)
 
     def tick(self, now: float) -> list[PeerEffect]:
         """Let time pass: heartbeats, Hello again, the timeout of the hub."""
@@ -474,10 +453,10 @@ class Peer:
         if self.state is PeerState.CLOSED:
             return []
         if self.state is PeerState.CONNECTING:
-            if not self._search.is_due(now):
+            if not self.search.is_due(now):
                 return []
-            address = self._search.next_address()
-            return [*([] if address is None else [Connect(address)]), *self._hello(now)]
+            address = self.search.next_address()
+            return [*([] if address is None else [Connect(address)]), *self.start(now)]
         if late > self.heartbeat_seconds:  # this side did not run: messages of the hub wait to be read
             self._heard = min(now, self._heard + late)
         silent = now - self._heard
@@ -489,7 +468,6 @@ class Peer:
         return [Send(self._beat(now)), *self._resync_if_behind(now)]
 
     def stamp(self, counted: bool = True) -> Stamp:
-        """Return the stamp of the next message. counted: it goes on CONTROL."""
         return self._connection.stamp(counted)
 
     # ------------------------------------------------------------------ messages of the hub
@@ -510,7 +488,6 @@ class Peer:
         return []
 
     def saw(self, now: float) -> None:
-        """Record that the hub is alive (a chunk came)."""
         self._heard = now
 
     def receive(self, message: Message, now: float) -> list[PeerEffect]:
@@ -525,7 +502,7 @@ class Peer:
             case Roster():
                 self.roster, self.shards = message, message.shards or self.shards
                 self.run_samples = message.samples
-                self.know(str(message.hub.get("standby", "")))
+                self.search.know(str(message.hub.get("standby", "")))
                 return self._let_go_on(message, now)
             case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
                 self.timetable.add(message)
@@ -533,7 +510,7 @@ class Peer:
                 self.quarantined_until = now + seconds
                 several = self.settings is not None and self.settings.shards > 1  # each has a part only
                 if seconds > 0 and (self.state, Quarantine) in PEER_TRANSITIONS and not several:
-                    self._following.restart(warm=reason in KEEPS_OPTIMIZER)
+                    self.following.restart(warm=reason in KEEPS_OPTIMIZER)
                     return self._resync(Quarantine)
             case Refused():
                 return self._on_refused(message, now)
@@ -554,7 +531,7 @@ class Peer:
                     case Snapshot() | Aggregate():
                         return self._on_announcement(message)
                     case Preempt(reason):
-                        self._following.restart(warm=reason in KEEPS_OPTIMIZER)
+                        self.following.restart(warm=reason in KEEPS_OPTIMIZER)
                         return self._resync(Preempt)
         return []
 
@@ -573,11 +550,11 @@ class Peer:
 
     def spoiled(self, transfer: int) -> list[PeerEffect]:
         """An expected snapshot does not match its announcement: ask for it again."""
-        return self._resync() if self._following.spoiled(transfer) else []
+        return self._resync() if self.following.spoiled(transfer) else []
 
     def received(self, transfer: int) -> list[PeerEffect]:
         """All chunks of an expected aggregate or snapshot are here."""
-        whole = self._following.whole(transfer)
+        whole = self.following.whole(transfer)
         if whole is None:
             return []
         announcement, own = whole.announcement, self.settings is not None and self.settings.initial == "own"
@@ -604,15 +581,7 @@ class Peer:
     def _resync_if_behind(self, now: float) -> list[PeerEffect]:
         """Fetch what was lost in flight, if no later aggregate shows the gap."""
         known = self.roster.version if self.roster is not None and self.state is PeerState.LIVE else -1
-        return self._resync() if self._following.lags(known, self.lost_seconds, now) else []
-
-    def _hello(self, now: float) -> list[PeerEffect]:
-        self._search.began(now)
-        self.incarnation += bool(self.incarnation)
-        self._connection = Connection(self.incarnation)
-        hello = replace(self._greeting(), incarnation=self.incarnation, term=self.term, without=self.without)
-        # the order goes with each Hello, because nothing of an unanswered attempt is sent again
-        return [Send(hello)] if self.order is None else [Send(hello), Send(self.order)]
+        return self._resync() if self.following.lags(known, self.lost_seconds, now) else []
 
     def _let_go_on(self, roster: Roster, now: float) -> list[PeerEffect]:
         """Release the hub from its standby, as the roster asks: this node then has no vote there (`standby`)."""
@@ -636,7 +605,7 @@ class Peer:
             return Hello(self.name, "broker", self.run, self.version, shard=claim.shard, address=claim.address)
         role = "observer" if self.observer else "node"
         hello = Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange)
-        return replace(hello, in_flight=self._asks_of, checkpoints=self.checkpoints)
+        return replace_fields(hello, in_flight=self._asks_of, checkpoints=self.checkpoints)
 
     def _may_start_over(self, welcome: Welcome) -> bool:
         """Whether this node has nothing of its run, and is offered the same settings again: its broker was lost during
@@ -649,7 +618,7 @@ class Peer:
         if mismatch is not None:
             return self._lose_hub(*mismatch, now, now + REFUSED_HELLO_SECONDS)
         self.term, self.called = welcome.term, welcome.called
-        self.know(welcome.standby)
+        self.search.know(welcome.standby)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
         if self.timetable is None:
             self.timetable = Timetable(self.settings)
@@ -659,17 +628,17 @@ class Peer:
         self.shard, self.shards, self.run_samples = welcome.shard, welcome.shards, welcome.samples
         self._move(Welcome)
         self.obstacle = ""
-        self._search.backoff.reset()
+        self.search.backoff.reset()
         self._beat_at = now
         kept = {sequence for sequence, _ in welcome.landed} | set(welcome.accepted)
         lost = sorted(self.in_flight - kept)
         self.in_flight &= kept
         effects: list[PeerEffect] = [Withdraw(s, "lost", "the connection was lost in flight") for s in lost]
         drops = self.settings.mode != "strict" and self.settings.initial != "own"
-        if drops and 0 <= self._next_sequence <= max(kept, default=-1):
+        if drops and 0 <= self.next_sequence <= max(kept, default=-1):
             self.overtaken = True
-            self._following.restart(warm=True)
-        self._next_sequence, self.heard = -1, welcome.heard
+            self.following.restart(warm=True)
+        self.next_sequence, self.heard = -1, welcome.heard
         return effects + (self._fetch(now) if self.model else [])
 
     def _fetch(self, now: float) -> list[PeerEffect]:
@@ -687,7 +656,7 @@ class Peer:
         apart = population and not self.founded and self.version < 0
         self._move(Move.FETCH_APART if apart and cause is Move.FETCH else cause)
         founding = self.founding if self.shard else 0  # the first broker gives the number
-        return [Send(Fetch(self._following.fetch(), model_to_wire(self.model), self.score, founding, *self.held))]
+        return [Send(Fetch(self.following.fetch(), model_to_wire(self.model), self.score, founding, *self.held))]
 
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
         if isinstance(announcement, Snapshot) and announcement.version >= 0:
@@ -702,7 +671,7 @@ class Peer:
             is_mean = self.settings is not None and self.settings.initial == "mean"
             if not (is_mean and self.state is PeerState.FOUNDING):
                 return []
-        step = self._following.announce(announcement)
+        step = self.following.announce(announcement)
         if step is Step.FETCH:
             return self._resync()
         return [Expect(HUB, announcement)] if step is Step.EXPECT else []
@@ -717,7 +686,7 @@ class Peer:
             return []
         if refused.reason in ("standby", "term"):  # the next attempt is at another address
             self.obstacle = refused.text
-            self._search.backoff.reset()
+            self.search.backoff.reset()
             return []
         if refused.reason == "unknown":
             if self.state is PeerState.CONNECTING:
@@ -730,7 +699,7 @@ class Peer:
 
     def _lose_hub(self, reason: str, text: str, now: float, hello_at: float) -> list[PeerEffect]:
         self._move(Move.LOSE)
-        self._following.lose()
+        self.following.lose()
         self._beats.clear()
-        self._search.lost(hello_at, elsewhere=reason in ("run", "version", "term"))
+        self.search.lost(hello_at, elsewhere=reason in ("run", "version", "term"))
         return [Disconnect(HUB, reason, text)]

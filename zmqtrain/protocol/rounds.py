@@ -17,17 +17,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from math import ceil
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from math import ceil, inf
 from statistics import median
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar
 
-from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.specs import Number, format_spec, parse_spec
+from zmqtrain.core.specs import Family, Range, format_spec
 from zmqtrain.core.types import PeerId
-
-T = TypeVar("T")
+from zmqtrain.protocol.messages import Publish
 
 LATENESS_KEPT, LATENESS_OF_A_ROUND = 64, 16
 """Observations of lateness that are kept, and that one round gives at most."""
@@ -86,10 +84,6 @@ class Paces:
             self._meet({peer})
         self.clocks[peer] += 1
         self.intervals.came(peer, now)
-
-    def released(self, peer: PeerId) -> None:
-        """Record that one contribution is in a release."""
-        self.landed[peer] += 1
 
     def look(self, live: Set[PeerId], waiting: Set[PeerId]) -> None:
         """Record the live nodes; forget a node that is neither live nor has anything waiting. (Of several series that
@@ -152,21 +146,23 @@ class RoundView:
     interval_seconds: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class ReleaseRule(ABC):
     """When waiting contributions are aggregated and sent out. Equal rules have equal names.
 
+    family: its name in a spec; its fields are the arguments.
     one_each: a release takes at most one contribution of each node, the oldest, and may hold back some; otherwise all.
     by_fragment: every fragment of the model has a round of its own; otherwise one round takes any contribution.
     """
 
-    __slots__ = ()
+    family: ClassVar[str]
     one_each: ClassVar[bool] = False
     by_fragment: ClassVar[bool] = False
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """The canonical spec: `release_rule_from_spec(name)` gives an equal rule."""
+        return format_spec(self.family, asdict(self))
 
     @abstractmethod
     def due_at(self, view: RoundView) -> float | None:
@@ -185,15 +181,10 @@ class ReleaseRule(ABC):
 class AfterAll(ReleaseRule):
     """Due when every live node has contributed (BSP: the slowest sets the pace)."""
 
+    family: ClassVar[str] = "all"
     one_each: ClassVar[bool] = True
 
-    @property
-    def name(self) -> str:
-        """The canonical spec."""
-        return "all"
-
     def due_at(self, view: RoundView) -> float | None:
-        """See ReleaseRule."""
         return max(view.first.values()) if view.live <= view.first.keys() else None
 
 
@@ -202,28 +193,17 @@ class AfterQuorum(ReleaseRule):
     """Due a grace after the `count`-th node has contributed, or at once when all live nodes have.
 
     count 0: half of the live nodes, rounded up.  share: the longest grace, as a share of one node's own interval (its k
-    steps, for any number of fragments); 0: no grace.  A round below its quorum is due `patience_seconds` after its
-    first contribution, so silent nodes cannot hold it for ever.  Raises ConfigError.
+    steps, for any number of fragments); 0: no grace.  patience: seconds after its first contribution from which a round
+    below its quorum is due, so silent nodes cannot hold it for ever.
     """
 
+    family: ClassVar[str] = "quorum"
+    by_fragment: ClassVar[bool] = True
     count: int = 0
     share: float = 0.5
-    patience_seconds: float = 5.0
-    by_fragment: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.count < 0 or not 0 <= self.share <= 1 or self.patience_seconds < 0:
-            raise ConfigError(
-                f"{self.name!r}: count and patience must be at least 0, and share must be in 0 <= share <= 1"
-            )
-
-    @property
-    def name(self) -> str:
-        """The canonical spec."""
-        return format_spec("quorum", {"count": self.count, "share": self.share, "patience": self.patience_seconds})
+    patience: float = 5.0
 
     def quorum(self, live: int) -> int:
-        """See ReleaseRule."""
         return min(self.count or ceil(live / 2), live)
 
     def grace_seconds(self, view: RoundView) -> float:
@@ -238,12 +218,11 @@ class AfterQuorum(ReleaseRule):
         return min(usual, self.share * view.interval_seconds)
 
     def due_at(self, view: RoundView) -> float | None:
-        """See ReleaseRule."""
         times = sorted(view.first.values())
         if view.live <= view.first.keys():
             return times[-1]
         needed = self.quorum(len(view.live))
-        patient = times[0] + self.patience_seconds
+        patient = times[0] + self.patience
         return min(times[needed - 1] + self.grace_seconds(view), patient) if needed <= len(times) else patient
 
 
@@ -251,13 +230,9 @@ class AfterQuorum(ReleaseRule):
 class Immediately(ReleaseRule):
     """Due as soon as one contribution waits (fully asynchronous): most messages, least waiting."""
 
-    @property
-    def name(self) -> str:
-        """The canonical spec."""
-        return "immediately"
+    family: ClassVar[str] = "immediately"
 
     def due_at(self, view: RoundView) -> float | None:
-        """See ReleaseRule."""
         return view.came[0]
 
 
@@ -265,23 +240,13 @@ class Immediately(ReleaseRule):
 class AfterCount(ReleaseRule):
     """Due when so many contributions have come, from any nodes (the broker of Async-FMB).
 
-    If fewer nodes are live, their number is enough, because a node whose offers all wait here sends no more.  Raises
-    ConfigError.
+    If fewer nodes are live, their number is enough, because a node whose offers all wait here sends no more.
     """
 
+    family: ClassVar[str] = "count"
     contributions: int = 3
 
-    def __post_init__(self) -> None:
-        if self.contributions < 1:
-            raise ConfigError(f"{self.name!r}: contributions must be at least 1")
-
-    @property
-    def name(self) -> str:
-        """The canonical spec."""
-        return format_spec("count", {"contributions": self.contributions})
-
     def due_at(self, view: RoundView) -> float | None:
-        """See ReleaseRule."""
         needed = max(1, min(self.contributions, len(view.live)))
         return view.came[needed - 1] if needed <= len(view.came) else None
 
@@ -291,22 +256,13 @@ class AfterTime(ReleaseRule):
     """Due so many seconds after the last round was, with the contributions that wait (the broker of Async-Timed).
 
     If none waits then, it is due at the first contribution, and the next `seconds` begin with that.  Before the first
-    release they begin with the first contribution.  Raises ConfigError.
+    release they begin with the first contribution.
     """
 
+    family: ClassVar[str] = "time"
     seconds: float = 0.2
 
-    def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ConfigError(f"{self.name!r}: seconds must be more than 0")
-
-    @property
-    def name(self) -> str:
-        """The canonical spec."""
-        return format_spec("time", {"seconds": self.seconds})
-
     def due_at(self, view: RoundView) -> float | None:
-        """See ReleaseRule."""
         if view.released_at is None:
             return view.came[0] + self.seconds
         return max(view.came[0], view.released_at + self.seconds)
@@ -317,24 +273,14 @@ class BoundedStaleness(ReleaseRule):
     """Due at once, but a node's i-th contribution only when i - `staleness` have come from every live node (SSP).
 
     So a node waits when it is more than `staleness` exchanges ahead of the slowest; the slowest never waits.  0:
-    bulk-synchronous, the very rounds of AfterAll; a huge one: asynchronous.  Raises ConfigError.
-    Source: Ho et al. 2013.
+    bulk-synchronous, the very rounds of AfterAll; a huge one: asynchronous.  Source: Ho et al. 2013.
     """
 
-    staleness: int = 4
+    family: ClassVar[str] = "bounded"
     one_each: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.staleness < 0:
-            raise ConfigError(f"{self.name!r}: staleness must be at least 0")
-
-    @property
-    def name(self) -> str:
-        """The canonical spec."""
-        return format_spec("bounded", {"staleness": self.staleness})
+    staleness: int = 4
 
     def admitted(self, view: RoundView) -> Set[PeerId]:
-        """See ReleaseRule."""
         if view.live:
             slowest = min(view.clocks[peer] for peer in view.live)
         else:
@@ -342,21 +288,18 @@ class BoundedStaleness(ReleaseRule):
         return {peer for peer in view.first if view.landed[peer] < slowest + self.staleness}
 
     def due_at(self, view: RoundView) -> float | None:
-        """See ReleaseRule."""
         return max((view.first[peer] for peer in self.admitted(view)), default=None)
 
 
-_FAMILIES: dict[str, tuple[dict[str, Number], Callable[..., ReleaseRule]]] = {
-    "all": ({}, AfterAll),
-    "quorum": (
-        {"count": 0, "share": 0.5, "patience": 5.0},
-        lambda count, share, patience: AfterQuorum(count, share, patience),
-    ),
-    "immediately": ({}, Immediately),
-    "count": ({"contributions": 3}, AfterCount),
-    "time": ({"seconds": 0.2}, AfterTime),
-    "bounded": ({"staleness": 4}, BoundedStaleness),
-}
+RELEASE_RULES = Family[ReleaseRule](
+    {rule.family: rule for rule in (AfterAll, AfterQuorum, Immediately, AfterCount, AfterTime, BoundedStaleness)},
+    {
+        **dict.fromkeys(("count", "patience", "staleness"), Range(0)),
+        "share": Range(0, 1),
+        "contributions": Range(1),
+        "seconds": Range(0, above=True),
+    },
+)
 
 
 def release_rule_from_spec(spec: str) -> ReleaseRule:
@@ -365,16 +308,10 @@ def release_rule_from_spec(spec: str) -> ReleaseRule:
     "all", "quorum:count=0,share=0.5,patience=5", "immediately", "count:contributions=3", "time:seconds=0.2",
     "bounded:staleness=4"; an omitted argument takes the value shown.
     """
-    name, arguments = parse_spec(spec, {name: defaults for name, (defaults, _) in _FAMILIES.items()})
-    return _FAMILIES[name][1](**arguments)
+    return RELEASE_RULES.from_spec(spec)
 
 
-def canonical_release(spec: str) -> str:
-    """Return the text with every argument written: rules of one canonical text are equal. Raises ConfigError."""
-    return release_rule_from_spec(spec).name
-
-
-class Rounds(Generic[T]):
+class Rounds:
     """The contributions that have come and are not released, oldest first. paces: how the nodes have sent them.
 
     intervals: shared by all rounds that the same nodes send to; None: there are these alone.
@@ -382,11 +319,11 @@ class Rounds(Generic[T]):
 
     def __init__(self, rule: ReleaseRule, intervals: Intervals | None = None) -> None:
         self.rule = rule
-        self._waiting: list[tuple[PeerId, float, T]] = []
         self.paces = Paces(intervals)
+        self._waiting: list[tuple[PeerId, float, Publish]] = []
         self._released_at: float | None = None
 
-    def add(self, peer: PeerId, contribution: T, now: float) -> None:
+    def add(self, peer: PeerId, contribution: Publish, now: float) -> None:
         """Take one contribution."""
         self.paces.came(peer, now)
         self._waiting.append((peer, now, contribution))
@@ -396,7 +333,7 @@ class Rounds(Generic[T]):
         self._waiting = [one for one in self._waiting if one[0] != peer]
 
     @property
-    def pending(self) -> tuple[tuple[PeerId, T], ...]:
+    def pending(self) -> tuple[tuple[PeerId, Publish], ...]:
         """The waiting contributions, in the order of arrival."""
         return tuple((peer, contribution) for peer, _, contribution in self._waiting)
 
@@ -405,7 +342,7 @@ class Rounds(Generic[T]):
         view = self._view(live)
         return self.rule.due_at(view) if view.first else None
 
-    def take(self, live: Set[PeerId], now: float) -> list[tuple[PeerId, T]]:
+    def take(self, live: Set[PeerId], now: float) -> list[tuple[PeerId, Publish]]:
         """Return the contributions of a round that is due by `now` and forget them; [] when none is."""
         view = self._view(live)
         due = self.rule.due_at(view) if view.first else None
@@ -414,13 +351,13 @@ class Rounds(Generic[T]):
         if (quorum := self.rule.quorum(len(live))) is not None:
             self.paces.observe(view.first, quorum)
         self._released_at = due  # not `now`: a late look must not delay the rounds that follow
-        taken: list[tuple[PeerId, T]] = []
-        kept: list[tuple[PeerId, float, T]] = []
+        taken: list[tuple[PeerId, Publish]] = []
+        kept: list[tuple[PeerId, float, Publish]] = []
         open_to = set(self.rule.admitted(view))
         for peer, came, contribution in self._waiting:
             if peer in open_to:
                 taken.append((peer, contribution))
-                self.paces.released(peer)
+                self.paces.landed[peer] += 1
                 if self.rule.one_each:
                     open_to.discard(peer)
             else:
@@ -445,26 +382,18 @@ class Rounds(Generic[T]):
         )
 
 
-class _OfFragment(Protocol):
-    @property
-    def fragment(self) -> int: ...
-
-
-F = TypeVar("F", bound=_OfFragment)
-
-
-class FragmentRounds(Generic[F]):
+class FragmentRounds:
     """The rounds of all fragments, or one for all, under one rule; see `Rounds`.
 
-    A contribution has a `fragment`, which the caller has checked.  together: every exchange of a node carries all.
+    The caller has checked the fragment of each contribution.  together: every exchange of a node carries all.
     """
 
     def __init__(self, rule: ReleaseRule, together: bool = False) -> None:
         self.rule, self._together = rule, together
         self._intervals = Intervals()
-        self._of_fragment: dict[int, Rounds[F]] = {}
+        self._of_fragment: dict[int, Rounds] = {}
 
-    def add(self, peer: PeerId, contribution: F, now: float) -> None:
+    def add(self, peer: PeerId, contribution: Publish, now: float) -> None:
         """Take one contribution."""
         fragment = contribution.fragment if self.rule.by_fragment else 0
         if fragment not in self._of_fragment:
@@ -479,7 +408,7 @@ class FragmentRounds(Generic[F]):
             rounds.forget(peer)
 
     @property
-    def pending(self) -> tuple[tuple[PeerId, F], ...]:
+    def pending(self) -> tuple[tuple[PeerId, Publish], ...]:
         """The waiting contributions: fragment by fragment, each in the order of arrival."""
         return tuple(one for rounds in self._of_fragment.values() for one in rounds.pending)
 
@@ -487,10 +416,10 @@ class FragmentRounds(Generic[F]):
         """Return when the next round is due, None if nothing waits or only a further arrival can make one due."""
         return min((at for at, _ in self._due(live)), default=None)
 
-    def take(self, live: Set[PeerId], now: float) -> list[tuple[PeerId, F]]:
+    def take(self, live: Set[PeerId], now: float) -> list[tuple[PeerId, Publish]]:
         """Return the contributions of the round that was due first, and by `now`, and forget them; [] when none is."""
-        due = self._due(live)
-        return self._of_fragment[min(due)[1]].take(live, now) if due and min(due)[0] <= now else []
+        due, fragment = min(self._due(live), default=(inf, 0))
+        return self._of_fragment[fragment].take(live, now) if due <= now else []
 
     def _due(self, live: Set[PeerId]) -> list[tuple[float, int]]:
         rounds = self._of_fragment.items()

@@ -27,7 +27,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from zmqtrain.core.types import PeerId, Version
+from zmqtrain.core.types import PeerId, Recent, Version
 from zmqtrain.protocol.effects import Deliver, Expect, PeerEffect, Send
 from zmqtrain.protocol.fencing import LIFE, Connection, Stamp, Verdict
 from zmqtrain.protocol.members import RUN_OVER
@@ -97,10 +97,10 @@ class Follower(Peer):
         self.saw(now)
         if isinstance(message, Books):
             return self._read(message, now)
-        announced = self._following.announced
+        announced = self.following.announced
         if isinstance(message, Aggregate) and message.version != announced + 1:
             return self._lose_hub("gap", f"version {message.version} came after {announced}", now, now)
-        self._following.announced = message.version
+        self.following.announced = message.version
         self._copies[message.transfer] = message
         return [Expect(HUB, message)]
 
@@ -109,7 +109,7 @@ class Follower(Peer):
         copy = self._copies.pop(transfer, None)
         if copy is None:
             return []
-        self._following.version = copy.version
+        self.following.version = copy.version
         return [Deliver(copy, ()), Send(Holding(copy.version))]
 
     def _read(self, books: Books, now: float) -> list[PeerEffect]:
@@ -158,8 +158,8 @@ class TakeoverPolicy:
 
     def __init__(self, follower: Follower, seconds: float) -> None:
         self._follower, self._seconds = follower, seconds
-        self._votes: dict[PeerId, _Vote] = {}
-        self._operators: dict[PeerId, Connection] = {}
+        self._votes = Recent[PeerId, _Vote](MOST_VOTES)
+        self._operators = Recent[PeerId, Connection](MOST_OPERATORS)
         self.promoted = False
 
     def receive(
@@ -175,10 +175,7 @@ class TakeoverPolicy:
                 return None
             case Hello():
                 if is_operator and message.incarnation:
-                    self._operators.pop(sender, None)
                     self._operators[sender] = Connection(message.incarnation, heard=1)
-                    if len(self._operators) > MOST_OPERATORS:
-                        del self._operators[next(iter(self._operators))]
                 self.turned_to(sender, message, now)
                 return Refused("standby", STANDBY), Stamp(message.incarnation)
             case Promote() if not is_operator:
@@ -192,10 +189,7 @@ class TakeoverPolicy:
     def turned_to(self, peer: PeerId, hello: Hello, now: float) -> None:
         """Record that a node of this run has turned to the standby, because the primary does not answer it."""
         if hello.role == "node" and hello.run == self._follower.run:
-            self._votes.pop(peer, None)
             self._votes[peer] = _Vote(now, hello.version, hello.incarnation, hello.without)
-            if len(self._votes) > MOST_VOTES:
-                del self._votes[next(iter(self._votes))]
 
     def is_due(self, now: float) -> bool:
         """Return whether the standby takes over now: by itself, or by an operator's order."""

@@ -12,15 +12,16 @@ Rule 5: a run ends when all units are done and nothing is pending at any node: t
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from zmqtrain.core.errors import CheckpointError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId, Version
 from zmqtrain.protocol.effects import HubEffect, SendTo
-from zmqtrain.protocol.members import Member, MemberState, counted, training
+from zmqtrain.protocol.members import Member, Members, MemberState
 from zmqtrain.protocol.messages import Stop, WorkRequest, WorkUnit
 
 MOST_IN_HAND = 256
@@ -44,8 +45,7 @@ class WorkLedger:
         self._believed = list(self._next)  # by lane: nodes are believed about units before this one
         self._unreached: set[int] = set()  # lanes whose nodes have not said yet where they stand
         self._returned: list[int] = []  # in order
-        self._dealt: dict[int, PeerId] = {}
-        self._in_hand: Counter[PeerId] = Counter()
+        self._in_hand: dict[PeerId, list[int]] = defaultdict(list)  # dealt and not done
         self._unbacked: dict[PeerId, list[int]] = {}  # done by nodes that have not contributed yet
         self.done_count = 0
         self.stopped = False
@@ -54,7 +54,7 @@ class WorkLedger:
         """Deal up to `want` units to a node (of its lane, if one is given); fewer when no more are left, or when it has
         as many in hand as it may."""
         numbers: list[int] = []
-        want = min(want, MOST_IN_HAND - self._in_hand[peer])
+        want = min(want, MOST_IN_HAND - len(self._in_hand[peer]))
         while len(numbers) < want:
             back = (at for at, n in enumerate(self._returned) if lane is None or n % self.lanes == lane)
             if (place := next(back, None)) is not None:
@@ -65,9 +65,8 @@ class WorkLedger:
                 if not self._left(number):
                     break
                 self._next[own] += self.lanes
-            self._dealt[number] = peer
-            self._in_hand[peer] += 1
             numbers.append(number)
+        self._in_hand[peer] += numbers
         return tuple(numbers)
 
     def claim(self, peer: PeerId, numbers: Iterable[int]) -> tuple[int, ...]:
@@ -76,16 +75,16 @@ class WorkLedger:
         Units that others have by now, or that are done, are not. Units that a restarted hub does not know of are.
         """
         own: list[int] = []
+        in_hand = self._in_hand[peer]
         for number in dict.fromkeys(numbers):
             lane = number % self.lanes
             if self._next[lane] <= number < self._believed[lane] and self._left(number):
                 self._returned += range(self._next[lane], number + 1, self.lanes)
                 self._next[lane] = number + self.lanes
-            if self._in_hand[peer] < MOST_IN_HAND and number in self._returned:
+            if len(in_hand) < MOST_IN_HAND and number in self._returned:
                 self._returned.remove(number)
-                self._dealt[number] = peer
-                self._in_hand[peer] += 1
-            if self._dealt.get(number) == peer:
+                in_hand.append(number)
+            if number in in_hand:
                 own.append(number)
         return tuple(own)
 
@@ -131,7 +130,7 @@ class WorkLedger:
 
         unbacked: also its done units, if it has not contributed.
         """
-        back = self.give_back(peer, [number for number, owner in self._dealt.items() if owner == peer])
+        back = self.give_back(peer, self._in_hand[peer])
         del self._in_hand[peer]
         if unbacked and not self.finished:
             again = self._unbacked.pop(peer, [])
@@ -142,10 +141,9 @@ class WorkLedger:
         return back
 
     def _put_down(self, peer: PeerId, numbers: Iterable[int]) -> list[int]:
-        own = [number for number in dict.fromkeys(numbers) if self._dealt.get(number) == peer]
-        for number in own:
-            del self._dealt[number]
-        self._in_hand[peer] -= len(own)
+        in_hand = self._in_hand[peer]
+        own = [number for number in dict.fromkeys(numbers) if number in in_hand]
+        self._in_hand[peer] = [number for number in in_hand if number not in own]
         return own
 
     def _left(self, number: int) -> bool:
@@ -158,7 +156,7 @@ class WorkLedger:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; units in hand count as returned."""
-        returned = sorted([*self._returned, *self._dealt])
+        returned = sorted(chain(self._returned, *self._in_hand.values()))
         return {"total": self.total, "next": list(self._next), "returned": returned, "done": self.done_count}
 
     @classmethod
@@ -183,7 +181,7 @@ class UnitDealer:
     because the others have left.
     """
 
-    def __init__(self, settings: RunSettings, members: Mapping[PeerId, Member], shard: int) -> None:
+    def __init__(self, settings: RunSettings, members: Members, shard: int) -> None:
         self._settings, self._members, self._shard = settings, members, shard
         self._units = 0 if shard else settings.units  # that this hub deals before the run is over; 0: no end
         self.ledger = WorkLedger(self._units, settings.start_nodes if settings.mode == "strict" else 0)
@@ -225,13 +223,14 @@ class UnitDealer:
         return []
 
     def _data_ended(self) -> None:
-        self.nodes_at_the_end = max(self.nodes_at_the_end, len(counted(self._members)))
+        self.nodes_at_the_end = max(self.nodes_at_the_end, len(self._members.counted))
 
     def stop(self) -> list[HubEffect]:
         """Deal no more units, and have every training node drain what it has pending and leave."""
         self.ledger.stopped = True
         self._data_ended()
-        for member in (live := self._live()):
+        live = self._members.in_state(MemberState.LIVE)
+        for member in live:
             member.idle = False
         return [SendTo(member.peer, Stop()) for member in live]
 
@@ -241,13 +240,10 @@ class UnitDealer:
 
     def end_when_drained(self, version: Version) -> list[HubEffect]:
         """Let all nodes go once nothing is pending anywhere."""
-        live = self._live()
+        live = self._members.in_state(MemberState.LIVE)
         if not (self.ledger.finished or self._shard) or not all(member.drained for member in live):
             return []
         return [SendTo(member.peer, WorkUnit((), finished=True, end_version=version)) for member in live]
-
-    def _live(self) -> list[Member]:
-        return [member for member in self._members.values() if member.state is MemberState.LIVE]
 
     def _feed_idle(self) -> list[HubEffect]:
         effects: list[HubEffect] = []
@@ -262,6 +258,6 @@ class UnitDealer:
 
     def _lane(self, peer: PeerId) -> int | None:
         """The lane of a node in strict mode; None otherwise, and while a node is missing or quarantined."""
-        nodes = sorted(training(self._members))
+        nodes = sorted(self._members.training)
         strict = self._settings.mode == "strict" and len(nodes) == self.ledger.lanes
         return nodes.index(peer) if strict and peer in nodes else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
@@ -35,6 +35,7 @@ from zmqtrain.protocol.messages import (
     Replica,
     Snapshot,
     Values,
+    replace_fields,
 )
 from zmqtrain.session.environment import clock
 from zmqtrain.transport.pacing import Credits, Outbox, RateMeter, Reservation, TokenBucket, Use
@@ -392,7 +393,7 @@ class Downlink:
             if not (line.following and to(peer)):
                 continue
             own = tuple(one for one in announcement.landed if whole or one[0] == peer)
-            messages = _messages(replace(announcement, landed=own), frames, self._owner.stamp(peer, False))
+            messages = _messages(replace_fields(announcement, landed=own), frames, self._owner.stamp(peer, False))
             if not line.outbox.push(announcement.transfer, messages, droppable=True):
                 self.dropped += 1 + len(line.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
             self._pump(peer)

@@ -158,9 +158,9 @@ class ProcessPeer(Peer):
         """See Peer: a connection that breaks comes back, or the hub falls silent."""
         return super().gone(now) if self.comes_again else []
 
-    def _hello(self, now: float) -> list[PeerEffect]:
+    def start(self, now: float) -> list[PeerEffect]:
         self.run, self.term = "", 0
-        return super()._hello(now)
+        return super().start(now)
 
     def _greeting(self) -> Hello:
         return Hello(self.name, self._role)
@@ -421,7 +421,7 @@ class HubSession:
     @property
     def whereabouts(self) -> tuple[str, ...]:
         """The addresses at which the hub is looked for, in turn; the one to which it has moved, if it has."""
-        return self.peer.addresses if self.address in self.peer.addresses else (self.address,)
+        return self.peer.search.addresses if self.address in self.peer.search.addresses else (self.address,)
 
     @property
     def obstacle(self) -> str:
