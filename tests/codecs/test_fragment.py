@@ -113,7 +113,7 @@ def test_a_node_of_several_shards_sees_their_fragments_in_a_row():
     assert whole.fragments == 6 and hash(whole) == hash(WholeLayout(spec, 2, 3)) and whole == WholeLayout(spec, 2, 3)
     for fragment in range(6):
         layout, inside = Layout(spec, 2, (fragment // 2, 3)), fragment % 2
-        assert (whole.leaves(fragment), whole.counts(fragment)) == (layout.leaves(inside), layout.counts(inside))
+        assert whole.leaves(fragment) == layout.leaves(inside)
         for index in whole.leaves(fragment):
             taken = whole.take(leaves[index], index, fragment)
             np.testing.assert_array_equal(taken, layout.take(leaves[index], index, inside))

@@ -269,10 +269,6 @@ class WholeLayout:
         """How many fragments there are in all."""
         return self.fragments_each * self.shards
 
-    def counts(self, fragment: int) -> tuple[int, ...]:
-        layout, inside = self._place(fragment)
-        return layout.counts(inside)
-
     def leaves(self, fragment: int) -> tuple[int, ...]:
         layout, inside = self._place(fragment)
         return layout.leaves(inside)

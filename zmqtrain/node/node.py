@@ -114,6 +114,8 @@ class Node(NullListener):
         here = environment()
         self.options, self.clock, self._virtual = options, here.clock, here.virtual
         self.name, self.peer_id = options.name, options.peer
+        self.population: Population | None = self
+        """See Exchange."""
         self._events, self._is_first, share = options.events, first is None, options.share
         role: PeerRole = options.order or ("observer" if options.observer else "node")
         self.peer = Peer(
@@ -239,10 +241,6 @@ class Node(NullListener):
     def shards(self) -> tuple[str, ...]:
         """By shard the address of its broker, as the first broker last listed them."""
         return self.peer.shards
-
-    @property
-    def population(self) -> Population:
-        return self
 
     @property
     def ended_with_run(self) -> bool:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.01
 """How often a node looks, while it joins, whether it may go on."""
 SAY_AGAIN_SECONDS = 5.0
+SUMMED = ("bytes_sent", "bytes_received", "encode_seconds", "decode_seconds", "publishes", "publishes_refused")
+"""The figures of a node that are sums over its brokers."""
 
 
 class ShardedNode:
@@ -329,19 +331,9 @@ class ShardedNode:
 
     def statistics(self) -> ExchangeStatistics:
         """See Exchange: the version, the peers and the round trip are those at the first broker."""
-        first, *others = (line.statistics() for line in self._lines)
-        total = first
-        for one in others:
-            total = replace(
-                total,
-                bytes_sent=total.bytes_sent + one.bytes_sent,
-                bytes_received=total.bytes_received + one.bytes_received,
-                encode_seconds=total.encode_seconds + one.encode_seconds,
-                decode_seconds=total.decode_seconds + one.decode_seconds,
-                publishes=total.publishes + one.publishes,
-                publishes_refused=total.publishes_refused + one.publishes_refused,
-            )
-        return total
+        all_of_them = [line.statistics() for line in self._lines]
+        sums = {name: sum(getattr(one, name) for one in all_of_them) for name in SUMMED}
+        return replace(all_of_them[0], **sums)
 
     # ------------------------------------------------------------------ the end
 

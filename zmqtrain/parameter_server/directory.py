@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 class ShardMap:
     """Which shard has which piece of which key.
 
-    shards: how many there are.  loads: the bytes at each.
+    shards: how many there are.  loads: the bytes at each.  pieces: by key.
 
     Why the loads never differ by more than `split_bytes`: they begin equal. A whole key, at most so large, goes to the
     one with the least, which then has at most so much more than any had at least before. A split key adds the same to
@@ -62,7 +62,7 @@ class ShardMap:
             raise ConfigError(f"split_bytes must be at least one value, {max(ITEM_BYTES.values())}, got {split_bytes}")
         self.shards, self.split_bytes = shards, split_bytes
         self.loads = [0] * shards
-        self._pieces: dict[str, tuple[Piece, ...]] = {}
+        self.pieces: dict[str, tuple[Piece, ...]] = {}
 
     def place(self, keys: Mapping[str, tuple[int, str]]) -> dict[str, tuple[Piece, ...]]:
         """Deal new keys, given as (values, dtype), the largest first; return the pieces of each, in order.
@@ -76,11 +76,11 @@ class ShardMap:
                     f"the key {key!r} has {values} values of {dtype}: a key has one at least, of "
                     f"{' or '.join(ITEM_BYTES)}"
                 )
-        new = {key: (values, ITEM_BYTES[dtype]) for key, (values, dtype) in keys.items() if key not in self._pieces}
+        new = {key: (values, ITEM_BYTES[dtype]) for key, (values, dtype) in keys.items() if key not in self.pieces}
         for key, (values, item) in sorted(new.items(), key=lambda one: (-one[1][0] * one[1][1], one[0])):
             split = values * item > self.split_bytes
-            self._pieces[key] = self._split(values, item) if split else self._whole(values, item)
-        return {key: self._pieces[key] for key in keys}
+            self.pieces[key] = self._split(values, item) if split else self._whole(values, item)
+        return {key: self.pieces[key] for key in keys}
 
     def count(self, values: int, dtype: str) -> int:
         """Return in how many pieces a key lies, at most."""
@@ -90,19 +90,13 @@ class ShardMap:
         """Take over what another map of as many shards has placed (a checkpoint's)."""
         for piece in pieces:
             self.loads[piece.shard] += piece.values * ITEM_BYTES[dtype]
-        self._pieces[key] = pieces
-
-    def __getitem__(self, key: str) -> tuple[Piece, ...]:
-        return self._pieces[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._pieces
+        self.pieces[key] = pieces
 
     def _by_load(self) -> list[int]:
         return sorted(range(self.shards), key=lambda shard: (self.loads[shard], shard))
 
     def _whole(self, values: int, item: int) -> tuple[Piece, ...]:
-        shard = min(range(self.shards), key=lambda shard: (self.loads[shard], shard))
+        shard = self._by_load()[0]
         self.loads[shard] += values * item
         return (Piece(shard, 0, values),)
 
