@@ -224,6 +224,7 @@ def test_local_runs_several_shards_whose_parts_are_merged(text: Path, tmp_path: 
     assert out.exists()
 
 
+@pytest.mark.nightly
 def test_two_shards_as_commands_train_with_a_node_that_knows_one_address(text: Path, tmp_path: Path) -> None:
     program = ("--program", "text", "--program-arguments", SMALL.format(text=text), "--units", "4")
     (mine,) = KeyFolder(tmp_path / "keys").new(["mine"])

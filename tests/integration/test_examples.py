@@ -72,7 +72,7 @@ def accuracy(printed: str) -> float:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["custom_loop.py", *nightly("flax_loop.py")])
+@pytest.mark.parametrize("name", [NAMES[0], *nightly(*NAMES[1:])])
 def test_two_copies_train_one_model_and_a_later_joiner_adopts_it(name: str) -> None:
     with BrokerThread(HERE, two_nodes()) as broker:
 
@@ -89,7 +89,7 @@ def test_two_copies_train_one_model_and_a_later_joiner_adopts_it(name: str) -> N
             assert accuracy(outcome(third)) > GUESSING
 
 
-@pytest.mark.parametrize("name", (*NAMES, FSDP))
+@pytest.mark.parametrize("name", [NAMES[0], *nightly(*NAMES[1:], FSDP)])
 def test_joining_costs_five_lines_and_without_them_an_ordinary_script_is_left(name: str, tmp_path: Path) -> None:
     lines = (EXAMPLES / name).read_text().splitlines()
     marks = [(int(mark[1]), int(mark[2])) for line in lines if (mark := MARK.search(line)) and mark[1]]
