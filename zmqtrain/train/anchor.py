@@ -715,7 +715,7 @@ class SpreadMoves(SpreadLeaves):
     def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
         for fragment in range(self.layout.fragments):
             touched = self.layout.leaves(fragment)
-            for whole in (True, False):
+            for whole in {True, self.elastic == 1}:
                 self.pending(params, anchor, fragment, whole=whole)
             self._compile_add(anchor, touched, fragment, True)
             self._compile_add(params, touched, fragment, self.donate)
