@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.protocol.said import EXAMPLES
 from zmqtrain.core.errors import FramingError
 from zmqtrain.core.types import MAX_FRAME_BYTES
+from zmqtrain.protocol import framing
 from zmqtrain.protocol.framing import (
     PROTOCOL_VERSION,
     Assembler,
@@ -162,3 +163,36 @@ def test_a_chunk_of_a_transfer_that_was_given_up_is_no_error():
     assembler.expect(Snapshot(1, 1, (10,)))
     assembler.forget(1)
     assert assembler.add(Chunk(1, 0), b"x" * 10) is None
+
+
+HEAD_PARTS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=8), st.binary(max_size=8)
+)
+
+
+def read_or_refuse(frame):
+    """The head that a frame is, as text (NaN is no NaN), or why it is refused."""
+    try:
+        return repr(framing.decode_head(frame))
+    except FramingError as error:
+        return type(error), str(error)
+
+
+@given(
+    message=st.sampled_from([message for message in EXAMPLES if len(encode_message(message)) < framing.SHORT_BYTES]),
+    place=st.integers(0, 5),
+    part=HEAD_PARTS,
+    more=st.binary(max_size=3),
+    flips=st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), max_size=3),
+)
+def test_a_short_head_is_read_and_refused_as_a_long_one_is(message, place, part, more, flips):
+    whole = msgpack.unpackb(encode_message(message), strict_map_key=False)
+    if place < len(whole):
+        whole[place] = part
+    frame = bytearray(msgpack.packb(whole) + more)
+    for where, what in flips:
+        frame[where % len(frame)] = what
+    short = read_or_refuse(bytes(frame))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(framing, "SHORT_BYTES", -1)
+        assert read_or_refuse(bytes(frame)) == short
