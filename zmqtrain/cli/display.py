@@ -438,7 +438,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]], left: str | None = None, **options: Any) -> Table:
-    """Return a table whose columns are flush right, but for the one named `left`. options: of rich's Table."""
+    """Return a table with all columns flush right but the one named `left`. options: of rich's Table."""
     table = Table(**{"title_justify": "left", "box": None, "pad_edge": False} | options)
     for column in columns:
         table.add_column(column, justify="left" if column == left else "right")
