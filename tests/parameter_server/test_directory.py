@@ -100,7 +100,7 @@ def test_a_restored_directory_knows_the_keys_that_have_values():
     ours.founded("a", ["w"])
     theirs.restore(ours.state())
     assert told(theirs.declare("b", 2, [W, B])) == [("b", 2, ["b"], ["w"])]
-    assert theirs.map["w"] == ours.map["w"]
+    assert theirs.map.pieces["w"] == ours.map.pieces["w"]
 
 
 def test_one_client_waits_for_so_many_keys_and_no_more(monkeypatch):
