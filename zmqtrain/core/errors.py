@@ -7,38 +7,6 @@ Rule 3: `Local` errors are our own doing, `Remote` ones are a peer's; a remote e
 
 from __future__ import annotations
 
-__all__ = [
-    "ZmqTrainError",
-    "ConfigError",
-    "NotHereYet",
-    "ModelMismatch",
-    "DataError",
-    "CodecError",
-    "NonFiniteDelta",
-    "OutlyingDelta",
-    "EnormousDelta",
-    "FramingError",
-    "ProtocolError",
-    "LocalProtocolError",
-    "RemoteProtocolError",
-    "JoinRefused",
-    "RunStopped",
-    "HubUnreachable",
-    "AddressInUse",
-    "ChannelClosed",
-    "ChannelFull",
-    "PeerLost",
-    "CollectiveMismatch",
-    "OperationError",
-    "CollectiveTimeout",
-    "ReplicasDiffer",
-    "AggregateTimeout",
-    "SteppedDown",
-    "EngineError",
-    "EngineTimeout",
-    "CheckpointError",
-]
-
 
 class ZmqTrainError(Exception):
     """The root of the tree; the command line turns any of these into one paragraph and exit code 2 or 78."""

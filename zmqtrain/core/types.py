@@ -116,7 +116,6 @@ ModelSpec = tuple[LeafSpec, ...]
 
 
 def count_values(spec: ModelSpec) -> int:
-    """Return the number of values in a whole model."""
     return sum(leaf.values for leaf in spec)
 
 

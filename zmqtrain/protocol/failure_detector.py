@@ -73,12 +73,10 @@ class FailureDetector:
         self._declared.discard(rank)
 
     def heard(self, rank: int) -> None:
-        """Record that a rank is alive."""
         if rank in self._heard:
             self._heard[rank] = self.attended
 
     def heard_hub(self) -> None:
-        """Record that the hub is alive."""
         self._hub_heard = self.attended
 
     def reached(self, rank: int, is_there: bool) -> None:

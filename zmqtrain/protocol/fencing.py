@@ -84,7 +84,6 @@ class Connection:
         self.incarnation, self._said, self._heard = incarnation, 0, heard
 
     def stamp(self, counted: bool = True) -> Stamp:
-        """Return the stamp of the next message. counted: it goes on CONTROL."""
         if not self.incarnation or not counted:
             return Stamp(self.incarnation)
         self._said += 1
@@ -116,11 +115,9 @@ class Fence:
         self._connections[peer] = Connection(incarnation, heard=1)
 
     def close(self, peer: PeerId) -> None:
-        """End the connection of a peer, if there is one."""
         self._connections.pop(peer, None)
 
     def keep(self, peers: Container[PeerId]) -> None:
-        """End the connections of all others."""
         self._connections = {peer: one for peer, one in self._connections.items() if peer in peers}
 
     def stamp(self, peer: PeerId, counted: bool = True) -> Stamp | None:
@@ -138,7 +135,6 @@ class Fence:
         return verdict
 
     def count(self, verdict: Verdict) -> None:
-        """Count a dropped message."""
         self.dropped[verdict.value] += 1
 
 

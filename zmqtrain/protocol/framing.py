@@ -264,7 +264,6 @@ class Assembler:
             self.expected_bytes -= sum(announcement.sizes)
 
     def clear(self) -> None:
-        """Drop every open transfer."""
         self._open.clear()
         self.expected_bytes = 0
 

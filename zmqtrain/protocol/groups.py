@@ -69,11 +69,9 @@ class Window:
         self._count = self._bytes = 0
 
     def has_room(self, size: int) -> bool:
-        """Return whether a message of `size` bytes may be sent now."""
         return self._count < self.messages and (not self._count or self._bytes + size <= self.nbytes)
 
     def add(self, key: int, size: int) -> None:
-        """Count a message that is sent."""
         self._sizes.setdefault(key, deque()).append(size)
         self._count, self._bytes = self._count + 1, self._bytes + size
 

@@ -277,7 +277,6 @@ class Hub:
         return []
 
     def stamp(self, peer: PeerId, counted: bool = True) -> Stamp:
-        """Return the stamp of the next message to this peer. counted: it goes on CONTROL."""
         stamp = self.fence.stamp(peer, counted)
         return Stamp(self.records.incarnation(peer)) if stamp is None else stamp
 
@@ -294,18 +293,15 @@ class Hub:
         return self._handlers[type(message)](member, message, now)
 
     def saw(self, peer: PeerId, now: float) -> None:
-        """Record that a peer is alive (a chunk or a credit came from it)."""
         if peer in self.members:
             self.members[peer].last_seen = now
 
     def measured(self, peer: PeerId, rate: float) -> None:
-        """Record the measured rate of a peer's link, in bytes per second."""
         member = self.members.get(peer)
         if member is not None and member.measured != rate:
             member.measured, self.news = rate, True
 
     def tick(self, now: float) -> list[HubEffect]:
-        """Let time pass: silent peers are lost, rounds fall due, the roster goes out."""
         effects: list[HubEffect] = self.groups.tick(now)
         late, self._ticked = max(0.0, now - self._ticked - LATE_SECONDS), now
         effects += self.look_over(late, now)

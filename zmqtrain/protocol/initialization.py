@@ -167,7 +167,6 @@ class Initialization:
         self.started, self._kept = False, versions
 
     def rewound(self, version: Version) -> list[HubEffect]:
-        """The hub has gone back to this version."""
         self.started, self._rewinding, self._at = False, False, version
         self._kept = tuple(one for one in self._kept or () if one <= version)
         return self.serve_waiting()
@@ -428,7 +427,6 @@ class Initialization:
         return effects
 
     def send_away(self, member: Member, reason: str, text: str) -> list[HubEffect]:
-        """Refuse a member, and forget it."""
         del self._members[member.peer]
         self._gathered.pop(member.peer, None)
         self._forget(member.peer)

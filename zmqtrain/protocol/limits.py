@@ -106,7 +106,6 @@ GATE_VOTES_KEPT, GATE_VOTE_SECONDS = 64, 300.0
 
 
 def is_sound(probe: Probe) -> bool:
-    """Return whether a probe asks for an amount of padding that is allowed."""
     return 0 <= probe.size <= PROBE_FRAME_BYTES and 0 <= probe.answer <= PROBE_FRAME_BYTES
 
 
@@ -156,7 +155,6 @@ class MessageRates:
 
 
 def cost_of(seconds: float, head_bytes: int) -> float:
-    """Return the part of a message's time that is charged."""
     return max(0.0, seconds - SPARED_SECONDS - SPARED_SECONDS_PER_BYTE * head_bytes)
 
 
@@ -282,7 +280,6 @@ class Quarantines:
         return record is not None and record.on_probation and record.reason == "norm" and not record.refused
 
     def acquit(self, peer: PeerId) -> None:
-        """Forget the record of a node."""
         self._records.pop(peer, None)
 
     def state(self) -> dict[str, list[Any]]:

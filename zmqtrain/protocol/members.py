@@ -252,7 +252,6 @@ class Member:
         return self.state in _NODES
 
     def describe(self) -> dict[str, Scalar]:
-        """Return its entry in a Roster."""
         entry: dict[str, Scalar] = {
             "peer": self.called,
             "name": self.name,
@@ -283,7 +282,6 @@ class Members(dict[PeerId, Member]):
     """The peers at one hub."""
 
     def in_state(self, *states: MemberState) -> list[Member]:
-        """Return the members in one of these states, in the order in which they came."""
         return [member for member in self.values() if member.state in states]
 
     @property

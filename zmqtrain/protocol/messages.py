@@ -42,7 +42,6 @@ def printable(text: str, most: int = MAX_WORDS) -> str:
 
 
 def model_to_wire(model: ModelSpec) -> tuple[WireLeaf, ...]:
-    """Return a model's description as plain tuples."""
     return tuple((leaf.path, leaf.shape, leaf.dtype) for leaf in model)
 
 

@@ -424,7 +424,6 @@ class Peer:
         return [Send(Fetch(-1, model_to_wire(self.model), score))] if declined else [Send(Fetch(score=score))]
 
     def vote(self, score: float) -> list[PeerEffect]:
-        """Report the score of the mean that the hub has sent; NaN: this node cannot tell."""
         if self.state is not PeerState.FOUNDING or not self._voting:
             return []
         self._voting = False
@@ -543,7 +542,6 @@ class Peer:
         return self._lose_hub("garbage", text, now, now + GOODBYE_HELLO_SECONDS)
 
     def gone(self, now: float) -> list[PeerEffect]:
-        """A connection to the hub is gone."""
         if self.state in (PeerState.CONNECTING, PeerState.CLOSED):
             return []
         return self._lose_hub("gone", "the connection to the broker is gone", now, now)
@@ -553,7 +551,6 @@ class Peer:
         return self._resync() if self.following.spoiled(transfer) else []
 
     def received(self, transfer: int) -> list[PeerEffect]:
-        """All chunks of an expected aggregate or snapshot are here."""
         whole = self.following.whole(transfer)
         if whole is None:
             return []

@@ -46,13 +46,11 @@ class Intervals:
         self._newest: dict[PeerId, deque[float]] = {}
 
     def came(self, peer: PeerId, now: float) -> None:
-        """Record one contribution."""
         if (last := self._last.get(peer)) is not None:
             self._newest.setdefault(peer, deque(maxlen=INTERVALS_KEPT)).append(now - last)
         self._last[peer] = now
 
     def forget(self, peer: PeerId) -> None:
-        """Forget a node."""
         self._last.pop(peer, None)
         self._newest.pop(peer, None)
 
@@ -79,7 +77,6 @@ class Paces:
         self._missed: tuple[float, Set[PeerId]] = (0.0, frozenset())
 
     def came(self, peer: PeerId, now: float) -> None:
-        """Record one contribution."""
         if peer not in self.clocks:
             self._meet({peer})
         self.clocks[peer] += 1
@@ -324,17 +321,14 @@ class Rounds:
         self._released_at: float | None = None
 
     def add(self, peer: PeerId, contribution: Publish, now: float) -> None:
-        """Take one contribution."""
         self.paces.came(peer, now)
         self._waiting.append((peer, now, contribution))
 
     def forget(self, peer: PeerId) -> None:
-        """Drop what waits of a node."""
         self._waiting = [one for one in self._waiting if one[0] != peer]
 
     @property
     def pending(self) -> tuple[tuple[PeerId, Publish], ...]:
-        """The waiting contributions, in the order of arrival."""
         return tuple((peer, contribution) for peer, _, contribution in self._waiting)
 
     def due_at(self, live: Set[PeerId]) -> float | None:
@@ -394,7 +388,6 @@ class FragmentRounds:
         self._of_fragment: dict[int, Rounds] = {}
 
     def add(self, peer: PeerId, contribution: Publish, now: float) -> None:
-        """Take one contribution."""
         fragment = contribution.fragment if self.rule.by_fragment else 0
         if fragment not in self._of_fragment:
             intervals = Intervals() if self._together else self._intervals
@@ -403,7 +396,6 @@ class FragmentRounds:
         self._of_fragment[fragment].add(peer, contribution, now)
 
     def forget(self, peer: PeerId) -> None:
-        """Drop what waits of a node."""
         for rounds in self._of_fragment.values():
             rounds.forget(peer)
 

@@ -35,6 +35,8 @@ LEAST_GAIN, USUAL_GAIN = 1.03, 0.1
 MOST_STEPS = 1 << 20
 LOOK_SECONDS = 0.25  # between two plans, while the same nodes are here
 LONGEST_SPEC = 256
+PLANNED = ("every", "delay", "codec", "broadcast_codec", "outer")
+"""The settings that a plan chooses and a schedule announces."""
 CODECS_KEPT = 8
 """A delta may be coded by this many codecs, the newest of a run: it may be older than the last change."""
 
@@ -70,18 +72,12 @@ class Timetable:
         """
         if not (1 <= schedule.every <= MOST_STEPS and 0 <= schedule.delay <= MOST_STEPS):
             raise FramingError(f"a schedule with every {schedule.every} and delay {schedule.delay}")
-        specs = (schedule.codec, schedule.broadcast_codec, schedule.outer)
-        if any(len(spec) > LONGEST_SPEC for spec in specs):
+        if max(map(len, (schedule.codec, schedule.broadcast_codec, schedule.outer))) > LONGEST_SPEC:
             raise FramingError(f"a schedule with a spec of more than {LONGEST_SPEC} characters")
         if self._given.is_planned:
-            settings = self._given.scheduled(
-                every=schedule.every,
-                delay=schedule.delay,
-                codec=schedule.codec,
-                broadcast_codec=schedule.broadcast_codec,
-                outer=schedule.outer,
-            )
-            settings = settings.at_first  # a spec that is left out, as in version 0.1, is as at the beginning
+            chosen = {name: getattr(schedule, name) for name in PLANNED}
+            # a spec that is left out, as in version 0.1, is as at the beginning
+            settings = self._given.scheduled(**chosen).at_first
             kept = [entry for entry in self._entries if entry[0] < schedule.from_version]
             self._entries = [*kept, (schedule.from_version, settings)]
             if settings.codec not in self._codecs:
@@ -107,8 +103,7 @@ class Timetable:
         passed = sum(from_version <= version for from_version, _ in self._entries)
         self._entries = self._entries[max(0, passed - 1) :]
         return tuple(
-            (from_version, one.every, one.delay, one.codec, one.broadcast_codec, one.outer)
-            for from_version, one in self._entries
+            (start, one.every, one.delay, one.codec, one.broadcast_codec, one.outer) for start, one in self._entries
         )
 
 
@@ -128,9 +123,7 @@ class Plan:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The choice, by setting."""
-        names = ("every", "delay", "codec", "broadcast_codec", "outer")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in PLANNED}
 
 
 class Planner(Protocol):
@@ -174,8 +167,7 @@ class Replanning:
         if wanted == settings.to_dict():
             return None
         self.text, self._from_version = plan.text, version + LEAD_VERSIONS if version else 0
-        specs = (wanted["codec"], wanted["broadcast_codec"], wanted["outer"])
-        schedule = Schedule(wanted["every"], wanted["delay"], self._from_version, *specs)
+        schedule = Schedule(from_version=self._from_version, **{name: wanted[name] for name in PLANNED})
         self._timetable.add(schedule)
         return schedule
 

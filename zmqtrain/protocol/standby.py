@@ -77,13 +77,7 @@ class Follower(Peer):
         self.lost_at: float | None = None
         self._copies: dict[int, Replica | Aggregate] = {}
 
-    @property
-    def holds(self) -> Version:
-        """The version that is here whole; -1: the run has no parameters yet."""
-        return self.version
-
     def receive(self, message: Message, now: float) -> list[PeerEffect]:
-        """Take one message of the primary."""
         if message == Goodbye(RUN_OVER):
             self.over = True
             self._move(Move.CLOSE)
@@ -210,17 +204,17 @@ class TakeoverPolicy:
             return "it has never heard the first broker"
         if not follower.in_step:
             return (
-                f"it was not in step with the first broker when that was lost: it holds version {follower.holds}, and "
-                "nodes may have heard of later ones. Start the first again with its checkpoint"
+                f"it was not in step with the first broker when that was lost: it holds version {follower.version}, "
+                "and nodes may have heard of later ones. Start the first again with its checkpoint"
             )
         fresh = [(peer, vote) for peer, vote in self._votes.items() if now - vote.at <= VOTE_SECONDS]
         without = sum(peer in follower.electorate and vote.without >= follower.lease for peer, vote in fresh)
         if 2 * without > len(follower.electorate):
             return "its nodes have let the first broker go on without it. Start the first again with its checkpoint"
         known = max((vote.version for _, vote in fresh), default=-1)
-        if known > follower.holds:
+        if known > follower.version:
             return (
-                f"it holds version {follower.holds}, and a node has seen version {known}: the first broker went on "
+                f"it holds version {follower.version}, and a node has seen version {known}: the first broker went on "
                 "without this standby. Start the first again with its checkpoint"
             )
         return ""
@@ -325,7 +319,6 @@ class PrimaryLease:
         return all(not voters or 2 * len(voters & released) > len(voters) for voters, _ in self._told.values())
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
         return {"standby": self.standby, "number": self.number}
 
     def restore(self, state: Mapping[str, Any]) -> None:
