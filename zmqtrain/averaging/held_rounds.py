@@ -83,6 +83,10 @@ class SlabThreads:
         Raises what `work` raised for the earliest item; later ones may then not have been begun.
         """
         threads = min(self.count(values), len(items))
+        if threads <= 1:
+            for item in items:
+                work(item)
+            return
         coming, failed = iter(range(len(items))), dict[int, BaseException]()
 
         def some() -> None:
