@@ -322,7 +322,7 @@ class ParameterClient:
     def _ipush_pull(
         self, gradients: Mapping[str, Any], give: Callable[[Mapping[str, Vector]], T], into: Vector | None = None
     ) -> ParameterRequest[T]:
-        """Begin pushes, and pulls of what comes of them; the arguments are those of `_ipush` and `_ipull`."""
+        """Begin pushes, and pulls of the values with them applied; the arguments are those of `_ipush` and `_ipull`."""
         arrays, servers = self._gradients(gradients), self._servers
         for key in arrays:
             self._check_target(key, into)
