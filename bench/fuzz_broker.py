@@ -228,7 +228,7 @@ def _check_bounds(broker: Any) -> None:
     for peer, member in hub.members.items():
         most = max(64, hub.timetable.at(hub.version).offers_in_flight)
         assert len(member.open) + pending.count(peer) <= most, "more publishes of a node wait than may"
-        assert len(hub.units.ledger._in_hand[peer]) <= 4096, "more units dealt than a node needs"
+        assert len(hub.units.ledger._in_hand.get(peer, ())) <= 4096, "more units dealt than a node needs"
     assert len(broker.uploads.whole) <= len(pending) + len(hub.members) + sum(len(m.open) for m in hub.members.values())
     assert broker.downlink.uploads._credits.in_flight_bytes >= 0
     assert broker.downlink._lines.keys() | broker.downlink.uploads._lines.keys() <= set(PEERS)
