@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from tests.broker.wires import LEAVES, lived
+from zmqtrain.broker.deltas import PendingUploads
 from zmqtrain.protocol.messages import Aggregate, Hello, Preempt, Quarantine, Refused, Report, Welcome, replace_fields
 
 
@@ -48,6 +51,29 @@ def test_what_a_node_contributed_before_it_was_found_to_diverge_is_taken_back():
         assert (last.codec, last.landed) == ("float32", ())
 
     lived(story, codec="float32", broadcast_codec="float32", start_nodes=3, initial="founder", norm_gate="10")
+
+
+def test_a_node_that_leaves_while_the_gate_forgets_the_last_of_the_others_is_forgotten_too():
+    class Forgotten(dict):
+        """Those to forget; while the loop adds one, the codec thread comes to the job that it had before."""
+
+        def get(self, peer, default):
+            for job in jobs[:]:
+                jobs.remove(job)
+                job()
+            return super().get(peer, default)
+
+    jobs, gone = [], []
+    gate = SimpleNamespace(forget=lambda peer, probation: gone.append((peer, probation)))
+    codec, aggregator = SimpleNamespace(do=jobs.append), SimpleNamespace(gate=gate)
+    uploads = PendingUploads(SimpleNamespace(hub=None, codec=codec, aggregator=aggregator))
+    uploads._forgotten = Forgotten()
+    for peer in ("a#1", "b#1"):
+        uploads.forget_norms(peer)
+    assert gone == [("a#1", False)] and len(jobs) == 1
+    uploads.forget_norms("c#1", probation=True)
+    jobs.pop()()
+    assert not jobs and sorted(gone) == [("a#1", False), ("b#1", False), ("c#1", True)]
 
 
 def test_a_node_of_other_data_is_named_once(caplog):

@@ -98,6 +98,7 @@ class PendingUploads:
         self.effects: EffectHandlers = {Expect: self._expect, Rebase: self._rebase}
         self.whole: dict[tuple[PeerId, int], Frames] = {}
         self._forgotten: dict[PeerId, bool] = {}  # by the gate, soon; whether for a quarantine
+        self._forgetting = False  # whether the job that does it is still to begin
 
     def _expect(self, expect: Expect) -> None:
         """Let a peer send what it has announced; an upload of an impossible size is refused before it is sent."""
@@ -166,12 +167,13 @@ class PendingUploads:
 
         probation: because it is quarantined.
         """
-        waiting = bool(self._forgotten)
         self._forgotten[peer] = probation or self._forgotten.get(peer, False)
-        if not waiting:
+        if not self._forgetting:
+            self._forgetting = True
             self._codec.do(self._forget_all_norms)
 
     def _forget_all_norms(self) -> None:
+        self._forgetting = False  # before it looks: who comes from now on may come too late for it
         while self._forgotten:
             self._aggregator.gate.forget(*self._forgotten.popitem())
 
