@@ -144,6 +144,15 @@ def test_a_broker_records_from_its_beginning_to_its_end(tmp_path, clock):
     assert found[-1]["crc"] is None  # nobody's parameters are here
 
 
+def test_a_score_may_have_the_name_of_a_key_of_its_record(tmp_path, clock, node):
+    with BrokerRecorder(tmp_path / "broker.jsonl", clock=clock) as broker:
+        broker.evaluated(1, 16, {"loss": 2.0, "version": 3.0, "samples": 500.0})
+        last = read_records(broker.path)[-1]
+    assert last == {"kind": "evaluation", "seconds": 0.0, "version": 3.0, "samples": 500.0, "loss": 2.0}
+    node.ended({"steps": 3, "node": 4.0}, [])
+    assert read_records(node.path)[-1]["node"] == 4.0
+
+
 def test_a_mean_of_several_is_recorded_with_all_of_them(tmp_path, clock):
     with BrokerRecorder(tmp_path / "broker.jsonl", clock=clock) as broker:
         broker.averaged(["pc-1#ab", "pc-2#cd"])

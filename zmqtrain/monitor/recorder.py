@@ -147,7 +147,7 @@ class BrokerRecorder(Recorder):
         self.write(self.record("release", **release_facts(reduce, nodes, codec, frames, left_out)))
 
     def evaluated(self, version: Version, samples: int, scores: Mapping[str, float]) -> None:
-        self.write(self.record("evaluation", version=version, samples=samples, **scores))
+        self.write(self.record("evaluation", **{"version": version, "samples": samples, **scores}))
 
     def ended(self, figures: Mapping[str, Any], leaves: Sequence[Array]) -> None:
         self.write(self.record("run_end", **{**figures, "crc": crc_of_leaves(leaves) if leaves else None}))
@@ -174,7 +174,7 @@ class NodeRecorder(Recorder):
 
     def record(self, kind: str, /, **facts: Any) -> Record:
         """Return a record of now, with the node's name."""
-        return super().record(kind, node=self._name, **facts)
+        return super().record(kind, **{"node": self._name, **facts})
 
     def joining(self, peer: PeerId, run: str, settings: RunSettings, founded: bool, version: Version) -> None:
         self._name, self._draining = name_of(peer), False

@@ -465,7 +465,7 @@ class _Simulation:
         waiting.clear()
 
     def _say_end(self, node: SimNode, result: TrainingResult) -> None:
-        self._record(record("node_end", self.scheduler.now, node=node.name, **result.summary))
+        self._record(record("node_end", self.scheduler.now, **{"node": node.name, **result.summary}))
         if node.name in self.recorders:
             self.recorders[node.name].ended(result.summary, host_leaves(result.params))
         self._say_membership(node.name, "left")
