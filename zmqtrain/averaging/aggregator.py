@@ -2,15 +2,16 @@
 
     g = 1/N_live * sum D(u);  parameters += outer(g);  U = C_down(parameters - published);  published += D(U)
 
-Rule 1: pure: no clock, no socket; one thread calls it, which has others help with a large fragment.  Rule 2: state lies
-fragment by fragment, each one flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked
+u is the payload of a node's publish, D decodes it, U is the aggregate that is sent, outer the outer optimizer's step.
+Rule 1: pure: no clock, no socket; one thread calls it, and other threads help with a large fragment.  Rule 2: arrays
+are kept by fragment, each a flat float32 vector, so no exchange copies leaves together.  Rule 3: a publish is checked
 whole before any of it counts.
-Rule 4: where nothing of a fragment counts in a round (all is too stale, or the sum overflows), its parameters and its
-outer optimizer stay as they are.
-Rule 5: where the plain mean is asked for, a publish is added when it comes; any other rule looks at all of a round: its
-publishes are held until it closes (`HeldRound`).
-Rule 6: sparse publishes, of codecs that pick values, are held as they came until their fragment is released
-(`SparseRound`): they are then added part by part in a core's cache, to the same bits.
+Rule 4: if nothing of a fragment counts in a round (all is too stale, or the sum overflows), its parameters and the
+state of its outer optimizer do not change.
+Rule 5: for the plain mean a publish is added when it comes; other rules need the whole round, so its publishes are held
+until it closes (`HeldRound`).
+Rule 6: sparse publishes stay encoded until their fragment is released (`SparseRound`), if the outer optimizer is `sgd`:
+they are then added part by part in a core's cache. The sum is the same to the bit.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""The hub's machine, without a socket or a clock: messages and `now` go in, effects come out.
+"""The hub's state machine, without a socket or a clock: messages and `now` go in, effects come out.
 
 Rule 1: `ALLOWED` says which message is allowed in which state; any other is a RemoteProtocolError and disconnects its
 sender.  Rule 2: the hub judges a publish by its head; its content is the aggregator's business.  Rule 3: effects are
 carried out in order.
-Rule 4 (joining): a Hello that no sound peer says is a RemoteProtocolError; a sound one that is refused is answered with
-a sentence that says what to do, and changes nothing. A duplicate Hello is dropped. A peer that says Hello again is the
-same peer on a new connection: its counts go on, what was in flight on the old connection is lost. A standby, or the
+Rule 4 (joining): a Hello with impossible values is a RemoteProtocolError. A sound Hello that is refused is answered
+with a sentence that says what to do, and changes nothing. A duplicate Hello is dropped. A peer that says Hello again is
+the same peer on a new connection: its counts go on, what was in flight on the old connection is lost. A new standby, or
 broker of a shard, replaces the one at its address.
 Rule 5 (leaving): nothing waits for a lost peer: its data units are dealt again, another node initializes the run in its
 place, its group ends, and a round that only it held up is released. Deltas received from it stay in the run, except
-in synchronous runs, where all nodes must end with the same parameters. Processes of a group have a shorter timeout than
-nodes. Time in which the hub itself did not listen counts for nobody.
-Rule 6 (publishing): a publish in flight, accepted or landed is a duplicate and is not refused, or it would be offered
-again. The order of the contributions in a release follows from who took part, where float sums depend on it. A node
-that has not contributed yet is not awaited and does not count in N, except when the hub begins and in synchronous runs.
+in synchronous runs (gradients are exchanged past the hub), where all nodes must end with the same parameters. Processes
+of a group have a shorter timeout than nodes. Time in which the hub itself did not listen counts toward no timeout.
+Rule 6 (publishing): a second Publish of a delta that is in flight, accepted or landed is dropped, not refused: a
+refused delta is offered again. A node is awaited and counts in N from its first delta on; earlier, where a round takes
+one delta of each node (whose sum is in the order of the peer ids), and, if it joined before the hub's first release,
+until 5 s after that.
 Rule 7: `state` is what a checkpoint holds besides arrays; `books` is the part that a standby hears between releases.
 """
 

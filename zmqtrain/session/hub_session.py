@@ -1,12 +1,12 @@
 """A peer's session with a hub: one class for nodes, standbys, shard brokers, observers, group members, parameter-server
 clients and probes.
 
-A session dials the hub and carries out what its machine (`Peer`) decides: Hello, heartbeats, Hello again after a loss.
-It sends payloads as the hub grants credit, puts received chunks together, and ends with Goodbye.  What a role does with
-its messages is up to the session's listener.
+A session dials the hub and carries out what its state machine (`Peer`) decides: Hello, heartbeats, Hello again after a
+loss. It sends payloads as the hub grants credit, puts received chunks together, and ends with Goodbye.  What a role
+does with its messages is up to the session's listener.
 Rule 1: one asyncio loop owns the channel and the machine; other threads use `call`.
 Rule 2: a listener is called in that loop and never waits.
-Rule 3: every connection is fenced: each Hello has a higher incarnation, and a message of another connection is dropped.
+Rule 3: each Hello has a higher incarnation than the one before; a message of an earlier connection is dropped.
 """
 
 from __future__ import annotations
