@@ -20,7 +20,5 @@ def test_every_codec_of_the_table_is_measured_and_printed_as_the_table_has_it(tm
     table = eval("{" + "".join(lines) + "}", {"CodecCosts": CodecCosts, "SparseCosts": SparseCosts})
     assert {*table} == {*COSTS, *SPARSE_COSTS}
     assert [vars(table[row["codec"]]) | {"codec": row["codec"]} for row in dense] == dense
-    differences = ("subtract_ns", "held_ns")  # of two measurements: at toy size they may be nothing
-    for row in rows:
-        assert all(value > 0 for name, value in row.items() if name not in ("codec", *differences))
-        assert all(row[name] >= 0 for name in differences)
+    for row in rows:  # at toy size a time may be nothing
+        assert all(value >= 0 for name, value in row.items() if name != "codec")

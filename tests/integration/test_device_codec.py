@@ -9,7 +9,7 @@ from runs import Trainer, broker, parameters
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.node import offers
+from zmqtrain.node import codec
 from zmqtrain.node.connect import connect
 
 
@@ -57,7 +57,7 @@ def test_left_the_choice_a_node_decides_by_its_first_offer_whatever_it_took_for_
     monkeypatch, there
 ):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(offers, "on_accelerator", lambda segments: there)
+    monkeypatch.setattr(codec, "on_accelerator", lambda segments: there)
     _, coders = strict_run(monkeypatch, {"pc-1": "auto", "pc-2": "host"}, delay=1)
     assert (coders["pc-1"] is not None) == there and coders["pc-2"] is None
     assert not there or coders["pc-1"].bytes_fetched > 0
@@ -84,11 +84,11 @@ def segment(home):
 
 def test_the_choice_goes_by_where_the_first_offer_is():
     one, other, processor = Accelerator(), Accelerator(), jax.devices("cpu")[0]
-    assert offers.on_accelerator([segment(one), segment(one)])
-    assert not offers.on_accelerator([segment(one), segment(other)])
-    assert not offers.on_accelerator([segment(processor)])
-    assert not offers.on_accelerator([jax.numpy.zeros(5)])
-    assert not offers.on_accelerator([np.zeros(5, np.float32)])
+    assert codec.on_accelerator([segment(one), segment(one)])
+    assert not codec.on_accelerator([segment(one), segment(other)])
+    assert not codec.on_accelerator([segment(processor)])
+    assert not codec.on_accelerator([jax.numpy.zeros(5)])
+    assert not codec.on_accelerator([np.zeros(5, np.float32)])
 
 
 def test_another_choice_is_refused():

@@ -47,7 +47,8 @@ def test_what_is_moved_by_blocks_is_what_is_moved_at_once(layout, fragment, with
         [random_of(layout.spec[leaf].shape, seed, dtype) for leaf in touched]
         for seed, dtype in ((0, layout.spec[0].dtype), (1, np.float32))
     )
-    shared, own = ([random_of(count, seed) for count in layout.counts(fragment)] for seed in (2, 3))
+    counts = [int(np.diff(layout.spans(leaf, fragment)).sum()) for leaf in touched]
+    shared, own = ([random_of(count, seed) for count in counts] for seed in (2, 3))
     own = own if with_own else [None] * len(touched)
     each = list(zip(params, anchor, shared, own, touched, strict=True))
 
