@@ -57,6 +57,17 @@ def test_all_parts_in_any_order_are_the_model(folders, tmp_path):
     assert (facts.run, facts.version, facts.program, facts.leaves) == ("run-1", 5, "text", MODEL)
 
 
+def test_parts_that_version_0_1_has_written_are_joined(folders, tmp_path):
+    for shard, folder in enumerate(folders):
+        path = folder / part_file(shard, 3)
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata()
+        part = json.loads(metadata["part"])
+        part["masters"] = part.pop("shards")
+        write_arrays(path, load_file(path), metadata | {"part": json.dumps(part)})
+    assert merge_parts(folders, tmp_path / "model.safetensors") == 15001
+
+
 def test_the_folder_of_all_shards_is_enough_and_the_versions_are_said(tmp_path, caplog):
     for shard in range(3):
         export(tmp_path / f"shard-{shard}", shard)

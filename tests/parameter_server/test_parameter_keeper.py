@@ -51,6 +51,17 @@ def test_a_server_comes_back_as_it_was(tmp_path):
     values.apply("w", [cut_frames(VALUES)])  # it may be written
 
 
+def test_the_file_of_a_server_of_version_0_1_is_read_with_its_names_for_a_shard(tmp_path):
+    machine, directory, store = served()
+    rules = machine.state()["rules"]
+    rules["master"], rules["masters"] = rules.pop("shard"), rules.pop("shards")
+    state = {"machine": machine.state() | {"rules": rules}, "directory": directory.state()}
+    ParameterKeeper(tmp_path).save(state, store, wait=True)
+    fresh = KeyServer("other", 1 << 30)
+    assert ParameterKeeper(tmp_path).resume(fresh) is not None
+    assert (fresh.rules, fresh.state()) == (machine.rules, machine.state())
+
+
 def test_without_a_folder_nothing_is_kept():
     machine, directory, store = served()
     save(None, machine, directory, store)

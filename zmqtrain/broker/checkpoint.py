@@ -241,7 +241,8 @@ def _read(path: Path) -> _Part:
             raise CheckpointError(
                 f"{path} is no part of a model: zmqtrain merge takes the files model-I-of-M.safetensors"
             )
-        part = msgspec.json.decode(metadata["part"], type=_Part)
+        said = msgspec.json.decode(metadata["part"], type=dict[str, Any])
+        part = msgspec.convert(with_present_names(said), _Part)
         part.path, part.arrays, part.facts = path, arrays, facts_from_metadata(metadata)
         if part.shard >= part.shards:
             raise ValueError(f"it says shard {part.shard} of {part.shards} brokers")

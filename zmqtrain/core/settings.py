@@ -102,7 +102,7 @@ RENAMED = {"masters": "shards"}
 
 
 def with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that a checkpoint or record of version 0.1 may have saved, under their present names."""
+    """Return what a checkpoint, record or file of version 0.1 may have saved, under its present names."""
     return {RENAMED.get(name, name): value for name, value in saved.items()}
 
 

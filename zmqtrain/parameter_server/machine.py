@@ -19,6 +19,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import with_present_names
 from zmqtrain.core.types import PeerId
 from zmqtrain.parameter_server.directory import ITEM_BYTES, PIECE_BYTES
 from zmqtrain.parameter_server.store import Consistency, consistency_from_spec, is_cut, optimizer_from_spec
@@ -447,7 +448,10 @@ class KeyServer:
 
         Raises ConfigError, KeyError, TypeError or ValueError for what `state` did not give.
         """
-        self.rules = canonical(Rules(**state["rules"]))
+        rules = with_present_names(state["rules"])
+        if "master" in rules:  # of version 0.1
+            rules["shard"] = rules.pop("master")
+        self.rules = canonical(Rules(**rules))
         self.consistency = consistency_from_spec(self.rules.consistency)
         self._slots = len(optimizer_from_spec(self.rules.optimizer).slots)
         for name, dtype, start, values in state["keys"]:
