@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from tests.averaging.aggregators import codecs_of, equal, founded, random_flats
+from tests.fixed import fixed_run
 from zmqtrain.averaging import aggregator as aggregator_module
-from zmqtrain.averaging.coder import cut
+from zmqtrain.averaging.aggregator import Aggregator
+from zmqtrain.averaging.coder import cut, encode_snapshot
 from zmqtrain.averaging.gate import error_of, reason_of
 from zmqtrain.codecs.payload import decode_payload, encode_payload
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish
 
@@ -152,6 +157,22 @@ def test_what_was_published_since_a_node_diverged_is_taken_back_and_all_anchors_
     releases.append(here.close(live=3))
     assert equal(nodes_anchor(aggregator, releases, start), aggregator.published)
     np.testing.assert_allclose(aggregator.published[0], before[0], rtol=0, atol=1e-5)
+
+
+def test_versions_are_taken_back_in_little_more_memory_than_what_is_sent_for_that():
+    values = 1 << 18
+    aggregator = Aggregator(fixed_run(fragments=4, outer="nesterov:rate=0.8,momentum=0.5"))
+    aggregator.plan((LeafSpec("w", (values,), "float32"),))
+    tracemalloc.start()
+    try:
+        aggregator.found(encode_snapshot(aggregator.layout, aggregator.layout.split([np.ones(values, np.float32)])))
+        aggregator.release(Reduce(1, (0, 1, 2, 3), (), 1, dense=True))
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        aggregator.release(Reduce(2, (0, 1, 2, 3), (), 1, dense=True, back_to=0))
+        assert tracemalloc.get_traced_memory()[1] - before < 2.75 * 4 * values
+    finally:
+        tracemalloc.stop()
 
 
 def test_deltas_that_were_large_when_all_were_are_taken_back_from_nobody():

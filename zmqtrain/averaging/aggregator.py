@@ -190,6 +190,7 @@ class Aggregator:
         self._begin(decode_snapshot(self.layout, frames), 0)
 
     def _begin(self, flats: Sequence[Vector], version: Version) -> None:
+        self.parameters, self._sums, self._outer_state = [], [], []  # their memory is free before there is new one
         self.published = [flat + np.float32(0) for flat in flats]  # no -0.0: sums then never make one, on any machine
         self.parameters = [flat.copy() for flat in self.published]
         self._sums = [np.zeros(flat.size, np.float32) for flat in flats]  # no memory before anything is added
