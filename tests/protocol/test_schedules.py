@@ -210,6 +210,18 @@ def test_a_provisional_plan_gives_way_to_the_first_measured_one_at_once_and_is_a
     assert machine.look(2 + LEAD_VERSIONS, MODEL, crew("a"), 3 * LOOK_SECONDS) is None
 
 
+def test_a_provisional_plan_never_takes_the_place_of_a_measured_one_when_all_nodes_come_again() -> None:
+    wanted = Wanted(4, 2)
+    machine, timetable = replanning(wanted)
+    machine.look(9, MODEL, crew("a", "b"), 0.0)
+    wanted.plan = Plan(30, 1, gain=2.0, provisional=True)  # nobody has reported the time of a step again
+    assert all(machine.look(100, MODEL, crew("c"), 100.0 + look) is None for look in range(3))
+    again = Replanning(timetable, wanted)  # of a broker that was started again
+    assert again.look(100, MODEL, crew("a", "b"), 0.0) is None and at(timetable, 200) == (4, 2)
+    wanted.plan = Plan(5, 2, gain=1.2)
+    assert again.look(101, MODEL, crew("a", "b"), LOOK_SECONDS) == Schedule(5, 2, 101 + LEAD_VERSIONS, *SPECS)
+
+
 def test_nothing_is_planned_before_the_run_has_parameters_or_while_too_little_is_known() -> None:
     wanted = Wanted()
     machine, _ = replanning(wanted)

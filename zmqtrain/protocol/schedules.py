@@ -5,7 +5,8 @@ version, so all agree without asking. A delta and an aggregate name their codec,
 can still be read.
 Rule 2: a plan is made when nodes join or leave, when the first node reports the time of its step, and when measurements
 ask for another one without interruption for `HOLD_VERSIONS` and `HOLD_SECONDS`: a plan that changes with every
-hesitation of a PC costs more than it gains.
+hesitation of a PC costs more than it gains. A provisional plan is for the beginning, at version 0: later, as where all
+nodes come again, what holds is of measurements, and stays until there are new ones.
 Rule 3: how a plan follows from measurements is the planner's business; what is fixed in the settings stays.
 """
 
@@ -157,7 +158,7 @@ class Replanning:
             return None
         self._looked_at = now
         plan = self._planner(model, members, settings)
-        if plan is None:
+        if plan is None or (plan.provisional and version > 0):
             return None
         wanted = settings.to_dict() | {name: value for name, value in plan.chosen.items() if value != ""}
         wanted |= {"every": min(max(plan.every, 1), MOST_STEPS), "delay": min(max(plan.delay, 0), MOST_STEPS)}
