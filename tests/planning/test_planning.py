@@ -31,6 +31,14 @@ def test_no_other_codec_or_period_would_be_faster_to_a_loss():
         assert plan.time <= make_plan(replace(WISH, every=every)).time + 1e-9
 
 
+def test_of_plans_that_are_equally_fast_the_one_with_the_fewest_bytes_is_made_as_a_broker_would_choose() -> None:
+    wish = Wish(parameters=10**5, nodes=4, step_seconds=0.02)
+    plan, others = make_plan(wish), [make_plan(replace(wish, codec=codec)) for codec in CODECS]
+    equal = [other for other in others if round(other.time, 3) == round(plan.time, 3)]
+    assert len({other.codec for other in equal}) > 1
+    assert all(plan.prediction.mb_up <= other.prediction.mb_up for other in equal)
+
+
 def test_the_slower_the_link_the_sparser_the_codec():
     densities = [density_of(make_plan(replace(WISH, node_bits=bits, hub_bits=bits)).codec) for bits in (1e8, 1e9, 1e11)]
     assert densities == sorted(densities) and densities[0] < densities[-1]

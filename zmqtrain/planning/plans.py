@@ -188,13 +188,13 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_fli
 
 
 def make_plan(wish: Wish) -> RunPlan:
-    """Return the plan of a wish with the least predicted time to a loss.
+    """Return the plan of a wish with the least predicted time to a loss, of equal ones that with the fewest bytes.
 
     Raises ConfigError for a codec, or a number of fragments, that cannot be.
     """
     codecs = (wish.codec,) if wish.codec else CODECS
     plans = (_plan(wish, codec, fragments) for codec in codecs for fragments in _fragments(wish))
-    return min(plans, key=lambda plan: plan.time)  # the first, of equal ones: the densest codec
+    return min(plans, key=lambda plan: plan.rank)
 
 
 def variants(wish: Wish) -> Iterator[RunPlan]:

@@ -423,6 +423,11 @@ class Option:
     slowdown: float
     time: float
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What the best of several has least of: the time to a loss and, where that is equal, the bytes per step."""
+        return round(self.time, TIME_DIGITS), self.prediction.mb_up + self.prediction.mb_down
+
 
 def judge_option(codec: str, broadcast_codec: str, load: Load, schedule: Schedule) -> Option:
     prediction = predict(load, schedule)
@@ -456,10 +461,7 @@ def best_option(loads: Iterable[tuple[str, str, Load]], every: int = 0, delay: i
         for codec, broadcast_codec, load in loads
         for k in ((every,) if every else fitting_periods(load))
     )
-    return min(
-        options,
-        key=lambda option: (round(option.time, TIME_DIGITS), option.prediction.mb_up + option.prediction.mb_down),
-    )
+    return min(options, key=lambda option: option.rank)
 
 
 def predict(load: Load, schedule: Schedule) -> Prediction:
