@@ -97,6 +97,19 @@ def test_a_node_that_ends_unlocks_its_folder_only_when_its_slow_write_has_ended(
     assert unlocked.is_set()
 
 
+@pytest.mark.parametrize("place", ["facts", "in_codec"])
+def test_a_node_that_is_interrupted_while_it_saves_ends_and_unlocks_its_folder(kept, place, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    kept.version = 2
+    monkeypatch.setattr(kept.keeper if place == "facts" else kept, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kept.save()
+    assert not kept.keeper._writer.busy, "or close would never return"
+    kept.keeper.close()
+
+
 @pytest.mark.parametrize("trouble", ["full", "busy"])
 def test_what_cannot_be_saved_is_a_warning_and_is_tried_again(kept, trouble, monkeypatch, caplog):
     monkeypatch.setattr(background_writer, "AGAIN_SECONDS", 0.0)

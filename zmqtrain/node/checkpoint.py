@@ -159,7 +159,6 @@ class NodeCheckpoint:
     def save(self, state: Facts, arrays: Mapping[str, Array], wait: bool = False) -> None:
         self._writer.begin()
         version = self._node.offers.version
-        known = {"format": FORMAT, "loop": state, **self.facts()}
 
         def code() -> None:
             try:
@@ -171,8 +170,14 @@ class NodeCheckpoint:
                 self._writer.cancel()  # else a waiting `save` would never return
                 raise
 
-        self._saved_version, self._saved_at = version, self._node.clock.monotonic()
-        if not self._node.in_codec(code):
+        try:
+            known = {"format": FORMAT, "loop": state, **self.facts()}
+            self._saved_version, self._saved_at = version, self._node.clock.monotonic()
+            taken = self._node.in_codec(code)
+        except BaseException:  # Ctrl-C, perhaps
+            self._writer.cancel()  # else `close` would never return
+            raise
+        if not taken:
             self._writer.put_off("the codec thread has too much to do")
         elif wait:
             self._writer.wait()
