@@ -29,6 +29,7 @@ from zmqtrain.planning.schedule import (
     model_of,
     payload_rate,
     predict,
+    slowdown,
     stages,
 )
 
@@ -254,3 +255,10 @@ def test_a_model_of_nothing_is_refused():
 )
 def test_of_a_fragment_so_many_deltas_are_on_their_way_as_turns_fit_in_the_delay(every, delay, fragments, in_flight):
     assert Schedule(every, delay).deltas_in_flight(fragments) == in_flight
+
+
+def test_a_dense_code_withholds_nothing_however_rarely_it_is_sent():
+    often, rarely = (
+        slowdown(64, turn, 2.0, "int8", "int8") / slowdown(64, turn, 2.0, "float32", "float32") for turn in (1, 10)
+    )
+    assert 1 < often < 1.05 and 1 < rarely < 1.05

@@ -91,9 +91,10 @@ def density_of(spec: str) -> float:
 def _coded(spec: str, nodes: int, turn_steps: float) -> float:
     if coding_from_spec(spec).default.name in ("float32", "bf16"):
         return 0.0
-    density = density_of(spec)
+    if (density := density_of(spec)) == 1:
+        return QUANTISED
     sent, free = density / max(1.0, turn_steps), min(FREE_DENSITY * max(1.0, nodes / FREE_NODES) ** FREE_POWER, 1.0)
-    return (QUANTISED if density == 1 else CODED) + SPARSE * log(max(1.0, free / sent)) ** 2
+    return CODED + SPARSE * log(max(1.0, free / sent)) ** 2
 
 
 def slowdown(nodes: int, turn_steps: float, age_steps: float, codec: str, broadcast_codec: str) -> float:
