@@ -145,7 +145,7 @@ def measure(spec: str, values: int, rounds: int) -> CodecCosts:
         "subtract": max(0.0, least["again"] - least["encode"]),
         "decode": least["decode"],
         "accumulate": least["accumulate"],
-        "release": one - held,
+        "release": max(0.0, one - held),
         "held": held if is_sparse else 0.0,
     }
     return CodecCosts(**{f"{name}_ns": round(1e9 * taken / values, 2) for name, taken in seconds.items()})

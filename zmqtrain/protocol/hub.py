@@ -12,9 +12,9 @@ place, its group ends, and a round that only it held up is released. Deltas rece
 in synchronous runs (gradients are exchanged past the hub), where all nodes must end with the same parameters. Processes
 of a group have a shorter timeout than nodes. Time in which the hub itself did not listen counts toward no timeout.
 Rule 6 (publishing): a second Publish of a delta that is in flight, accepted or landed is dropped, not refused: a
-refused delta is offered again. A node is awaited and counts in N from its first delta on; earlier, where a round takes
-one delta of each node (whose sum is in the order of the peer ids), and, if it joined before the hub's first release,
-until 5 s after that.
+refused delta is offered again. A node is awaited and counts in N from its first delta on. It counts from its joining
+where a round takes one delta of each node, added in the order of the peer ids. A node that joined before the hub's
+first release counts until 5 s after that release.
 Rule 7: `state` is what a checkpoint holds besides arrays; `books` is the part that a standby hears between releases.
 """
 
