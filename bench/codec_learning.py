@@ -312,7 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", nargs="+", choices=[task.name for task in TASKS], help="what to learn (default: lm)")
     parser.add_argument("--inner", nargs="+", choices=("adamw", "muon"), default=["adamw"], help="inner optimizer")
     parser.add_argument("--start", nargs="+", choices=("scratch", "warm"), default=["scratch"], help="of the runs")
-    names = ", ".join(method.name for method in METHODS)
+    names = ", ".join(method.name for method in METHODS).replace("%", "%%")
     parser.add_argument("--method", nargs="+", choices=[m.name for m in METHODS], metavar="METHOD", help=f"of {names}")
     parser.add_argument("--row", action="append", help="a method of your own, as above; may be given more than once")
     parser.add_argument("--seeds", default="3", help="how many, from 0, or a list as 3,5 or 4, (default %(default)s)")

@@ -170,6 +170,7 @@ LADDER = (
     "name=ternary k=32|codec=ternary|every=32|delay=2|outer=nesterov:rate=1,momentum=0.5",
     "name=ternary k 16..64|codec=ternary|every=16@0,32@0.35,64@0.6|delay=2|outer=nesterov:rate=1,momentum=0.5",
     "name=1/8 ternary k=4|codec=ternary|every=4|fragments=8|delay=1|outer=nesterov:rate=1,momentum=0.5",
+    "name=1/8 ternary k=8|codec=ternary|every=8|fragments=8|delay=1|outer=nesterov:rate=1,momentum=0.5",
     f"name=1/8 ternary k 1..16|codec=ternary|every={GROWING}|fragments=8|delay=1|outer=nesterov:rate=1,momentum=0.5",
     "name=top-10 % sign k=1|codec=topk:density=0.1+sign|every=1|delay=0|rate=3",
     "name=top-2 % sign k=1|codec=topk:density=0.02+sign|every=1|delay=0|rate=2|outer=nesterov:rate=1,momentum=0.3",
