@@ -49,7 +49,10 @@ SPOKEN_ONLY_IN = {
 
 CLOCKS = ("time", "datetime")
 LIVE_CLOCKS = ("parameter_server/parameters.py", *LIVE)
-PURE_ROOMS = ("protocol/*", "codecs/*", "strategies/*", "parameter_server/*", "engine/graph.py")
+PURE_ROOMS = (
+    *(f"{room}/*" for room in ("protocol", "codecs", "strategies", "parameter_server")),
+    *("engine/graph.py", "pipeline/schedule.py"),
+)
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 ENVIRONMENT_READERS: dict[str, str] = {}
 """File that may read the environment: the reason. There is none: a setting comes from a flag or a file."""
