@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from zmqtrain.node.connect import connect
     from zmqtrain.node.node import Node
     from zmqtrain.parameter_server.parameter_client import ParameterClient
+    from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
+    from zmqtrain.pipeline.partition import partition
     from zmqtrain.programs import load_program
     from zmqtrain.train.gradients import GradientLoop, GradientOptions
     from zmqtrain.train.loop import TrainingLoop
@@ -52,6 +54,10 @@ __all__ = [
     "Message",
     "Status",
     "Engine",
+    "partition",
+    "SegmentCost",
+    "TiedLeaf",
+    "PC",
     "RunSettings",
     "ZmqTrainError",
     "PeerLost",
@@ -77,6 +83,10 @@ _HOMES = {
     "load_model": "zmqtrain.models",
     "save_model": "zmqtrain.models",
     "ParameterClient": "zmqtrain.parameter_server.parameter_client",
+    "partition": "zmqtrain.pipeline.partition",
+    "SegmentCost": "zmqtrain.pipeline.costs",
+    "TiedLeaf": "zmqtrain.pipeline.costs",
+    "PC": "zmqtrain.pipeline.costs",
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",
     "GradientLoop": "zmqtrain.train.gradients",

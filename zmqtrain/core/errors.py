@@ -21,6 +21,15 @@ class NotHereYet(ConfigError):
     does not have."""
 
 
+class DoesNotFit(ConfigError):
+    """A model that these PCs cannot hold: `segment` is the part that fits none of them, "" if only the whole does not;
+    it needs `needed_bytes`, and there are `available_bytes`."""
+
+    def __init__(self, message: str, segment: str, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message)
+        self.segment, self.needed_bytes, self.available_bytes = segment, needed_bytes, available_bytes
+
+
 class ModelMismatch(ConfigError):
     """A node's model differs from the run's: `leaf` names the first leaf that does."""
 
