@@ -741,9 +741,21 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "`zmqtrain plan --nodes 4`",
-            ("Missing from zmqtrain plan:", "--params", "--step-ms"),
-            "A plan needs the size of the model and the time of a step",
+            ("Missing from zmqtrain plan:", "--params"),
+            "A plan needs the size of the model",
             _typed("plan", "--nodes", "4"),
+        ),
+        Mistake(
+            "`zmqtrain plan --params 1B --nodes 4`",
+            ("say how long a step of a node takes (--step-ms 180)", "(--tokens 1024)"),
+            "A plan needs the time of a step, or the tokens of a micro-batch for a model that no card holds",
+            _typed("plan", "--params", "1B", "--nodes", "4"),
+        ),
+        Mistake(
+            "`zmqtrain plan --params 10B --tokens 1024 ...`",
+            ("the model does not fit these 4 PCs", "more PCs like node-0 it fits"),
+            "Each parameter needs 16 bytes with Adam: take more PCs, or an optimizer with less state",
+            _typed("plan", "--params", "10B", "--nodes", "4", "--memory", "24GB", "--tokens", "1024"),
         ),
         Mistake(
             "`zmqtrain sim run.toml`, and the file is not there",

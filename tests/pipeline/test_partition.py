@@ -312,7 +312,7 @@ def test_a_layer_that_fits_with_smaller_micro_batches_is_told_so():
 
 
 def test_a_model_that_needs_more_pcs_is_told_how_many():
-    with pytest.raises(DoesNotFit, match="2 more PCs as pc-0") as caught:
+    with pytest.raises(DoesNotFit, match="2 more PCs like pc-0") as caught:
         partition([layer(carry=0)] * 4, pcs_of(1500, 1500), link=LINK)
     assert caught.value.segment == "" and caught.value.needed_bytes == 4000 and caught.value.available_bytes == 3000
 

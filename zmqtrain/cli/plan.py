@@ -2,6 +2,7 @@
 
 Rule 1: it computes by the same functions as a broker that plans and a node that estimates its memory (`planning`).
 Rule 2: the exit code is 1 if the plan does not fit the card.
+Rule 3: with `--tokens` the plan is of pipelines (`plan_pipeline`): models that are cut over several nodes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from zmqtrain.cli.display import Terminal, figures_table, format_bytes, format_count, plural, table_of
+from zmqtrain.cli.plan_pipeline import PipelineOptions, PipelineQuestion, run_pipeline_plan
 from zmqtrain.cli.settings import command
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.core.errors import ConfigError
@@ -35,19 +37,22 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(PipelineOptions):
     """Say what a run can be set to (k, d, codec, fragments), and what it then does: its efficiency, the age of its
     aggregates, the load of the hub's port, the memory of a card; and the same with more brokers and faster hubs.
 
     Example: zmqtrain plan --params 100M --nodes 8 --link 1gbit --step-ms 180 --memory 6GB --activations 2GB
+
+    With --tokens: how a model that no card holds is cut over several nodes, and how busy they then are.
+    Example: zmqtrain plan --params 1B --nodes 4 --memory 6GB --tokens 1024
     """
 
     params: str
     """How many parameters the model has: 100M, 1.3B, 25000000."""
     nodes: int
     """How many nodes train."""
-    step_ms: float
-    """How long a step of a node takes alone, in milliseconds."""
+    step_ms: float = NOT_KNOWN
+    """How long a step of a node takes alone, in milliseconds; not needed with tokens."""
     link: str = "1gbit"
     """The rate of every node's port."""
     hub_link: str = ""
@@ -86,7 +91,8 @@ class PlanConfig:
     held_ms: float = NOT_KNOWN
     """How long the training thread is held per exchange, as you measured it."""
     memory: str = ""
-    """What the card has, as 6GB: says whether it fits, and if not, what would."""
+    """What the card has, as 6GB: says whether it fits, and if not, what would. With tokens one for all nodes, or one
+    for each: 6GB,6GB,12GB."""
     activations: str = ""
     """What the forward and backward pass of one batch takes, as 2GB; empty: not counted."""
     optimizer_slots: int = 2
@@ -104,9 +110,16 @@ class PlanConfig:
         parse_count(self.params, "params")
         parse_rate(self.link, "link")
         for name in ("hub_link", "memory", "activations"):
-            if value := getattr(self, name):
+            for value in filter(None, getattr(self, name).split("," if self.tokens and name == "memory" else None)):
                 (parse_rate if name == "hub_link" else parse_bytes)(value, name)
-        if not self.step_ms > 0:
+        require("nodes", self.nodes, 1)
+        self.check_pipeline()
+        if self.step_ms == NOT_KNOWN and not self.tokens:
+            raise ConfigError(
+                "say how long a step of a node takes (--step-ms 180); or, for a model that one card does not hold, how "
+                "many tokens a micro-batch has (--tokens 1024)"
+            )
+        if not (self.step_ms > 0 or self.tokens):
             raise ConfigError(f"step_ms must be more than 0, got {self.step_ms:g}")
         require("optimizer_slots", self.optimizer_slots, 0)
         for name in ("node_ns", "hub_ns", "held_ms"):
@@ -118,6 +131,8 @@ class PlanConfig:
 
 
 def _run(config: PlanConfig) -> int:
+    if config.tokens:
+        return run_pipeline_plan(config, question_of(config), config.json)
     wish = wish_of(config)
     plan, others = make_plan(wish), list(variants(wish))
     memory = memory_of(config, plan)
@@ -158,6 +173,21 @@ def wish_of(config: PlanConfig) -> Wish:
             "hub_ns": given(config.hub_ns),
             "held_seconds": None if held_ms is None else held_ms / 1000,
         }
+    )
+
+
+def question_of(config: PlanConfig) -> PipelineQuestion:
+    """Return what is asked of pipelines. A parameter is held with its gradient and what the optimizer keeps."""
+    item_bytes = 4 if config.dtype == "float32" else 2
+    return PipelineQuestion(
+        parameters=parse_count(config.params, "params"),
+        nodes=config.nodes,
+        link_bits=parse_rate(config.link, "link"),
+        memory=config.memory,
+        kept_bytes=CARD_BYTES_OF_OTHERS,
+        parameter_bytes=item_bytes,
+        held_bytes=item_bytes * (2 + config.optimizer_slots),
+        activation_bytes=parse_bytes(config.activations, "activations") if config.activations else 0,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -34,6 +34,8 @@ from zmqtrain.cli.settings import LogOptions, command, make_folder
 from zmqtrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from zmqtrain.pipeline.schedule import Task
+    from zmqtrain.sim.pipeline import PipelineRun, PipelineScenario
     from zmqtrain.sim.replay import ReplayResult
     from zmqtrain.sim.run import SimResult
 
@@ -48,6 +50,8 @@ class SimConfig(LogOptions):
     """Simulate the run that SCENARIO (a TOML file) describes: real training and codecs, modelled computers and wires.
 
     The same scenario and seed give the same run, bit for bit. Example: zmqtrain sim bench/scenarios/straggler.toml
+    A file of [[pipeline]] tables has models cut over several PCs: their schedules, with modelled times for everything.
+    Example: zmqtrain sim bench/scenarios/pipeline.toml
 
     With --replay, a recorded real run is computed again instead, in the order in which it happened; it ends with the
     same bits (exit code 0) or says where it first differs (1). Example: zmqtrain sim --replay broker.jsonl pc-*.jsonl
@@ -90,6 +94,7 @@ def _run(config: SimConfig) -> int:
 
 def _simulate(config: SimConfig, scenario_file: Path) -> int:
     from zmqtrain.monitor.records import write_records
+    from zmqtrain.sim.pipeline import PipelineScenario
     from zmqtrain.sim.reading import read_scenario  # imports jax: not for --help
     from zmqtrain.sim.run import simulate
 
@@ -97,6 +102,16 @@ def _simulate(config: SimConfig, scenario_file: Path) -> int:
     if config.json is not None:
         write_records(config.json, ())  # to know now, not after the run, that it cannot be written
     console = Terminal()
+    if isinstance(scenario, PipelineScenario):
+        if config.record is not None:
+            raise ConfigError("--record is for a broker and its nodes, and a pipeline has no broker: take --json")
+        runs = [pipeline.run(scenario.link, scenario.seed) for pipeline in scenario.pipelines]
+        console.print(pipelines_table(scenario, runs))
+        if config.json is not None:
+            write_records(
+                config.json, (one for number, run in enumerate(runs) for one in pipeline_records(number, run))
+            )
+        return 0
     watch = None if config.quiet else partial(_show, console)
     if config.record is not None:
         make_folder(config.record, "--record")
@@ -155,6 +170,39 @@ def _show(console: Terminal, record: dict[str, Any]) -> None:
         console.print(f"{when}version {record['version']}, {samples} samples: loss {format_number(record['loss'], 4)}")
     elif record["kind"] == "membership":
         console.print(f"{when}{record['node']} {record['what']}")
+
+
+def pipelines_table(scenario: PipelineScenario, runs: Sequence[PipelineRun]) -> Table:
+    """Return what each pipeline did, a row each."""
+    figures = ("", "schedule", "S", "M", "steps", "seconds", "efficiency", "port")
+    rows = [
+        (
+            pipeline.name or f"pipeline {number}",
+            pipeline.schedule if pipeline.schedule == "gpipe" else f"{pipeline.schedule}, {pipeline.depth}",
+            str(pipeline.stages), str(pipeline.micro_batches), str(pipeline.steps), f"{run.seconds:.2f}",
+            f"{run.efficiency:.3f}",
+            f"{max(max(run.port_use(stage)) for stage in range(pipeline.stages)):.0%}",
+        )
+        for number, (pipeline, run) in enumerate(zip(scenario.pipelines, runs, strict=True))
+    ]  # fmt: skip
+    return table_of(figures, rows, left="", title="pipelines of S stages, M micro-batches a step")
+
+
+def pipeline_records(number: int, run: PipelineRun) -> Iterator[dict[str, Any]]:
+    """Give the tasks and messages of one simulated pipeline as records, and its end."""
+    from zmqtrain.monitor.records import record
+
+    for task in run.tasks:
+        yield record("task", task.begin, pipeline=number, stage=task.stage, end=task.end, **_facts(task.task))
+    for message in run.messages:
+        places = {"pipeline": number, "sender": message.sender, "receiver": message.receiver}
+        yield record("message", message.begin, **places, end=message.end, **_facts(message.task))
+    busy = [run.busy(stage) for stage in range(run.stages)]
+    yield record("pipeline_end", run.seconds, pipeline=number, efficiency=run.efficiency, busy=busy)
+
+
+def _facts(task: Task) -> dict[str, Any]:
+    return {"what": task.kind, "step": task.step, "micro_batch": task.micro_batch, "version": task.version}
 
 
 def result_tables(result: SimResult) -> list[Table]:

@@ -25,6 +25,10 @@ Besides "kind" and "seconds" a record has these keys; those of a node also have 
     application  version, landed (its own offers in it), snapshot, reset, keep, moments: as in Update
     node_end     steps, samples, offers, ..., the crc of its parameters, its own scores
 
+    task         pipeline, stage, end (seconds), what, step, micro_batch, version (of the parameters that it uses)
+    message      pipeline, sender, receiver, end (all of it is there), and of which task it is the result
+    pipeline_end pipeline, efficiency, busy (of each stage)
+
 Rule 1: times are seconds since the record began, of the run's own clock.  Rule 2: a record holds plain values only, so
 that a line of JSON is a record.  Rule 3: the simulator writes the same kinds and keys as a real run.
 """

@@ -38,7 +38,7 @@ CLOSE = 1e-9
 """Steps that differ by this share are equal."""
 SHORTEST = 1e-12
 """A step takes at least so many seconds, where all costs are 0."""
-MORE_PCS = (1, 2, 3, 4, 6, 8, 12, 16)
+MORE_PCS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """So many PCs more are tried for a model that does not fit."""
 
 Counts = tuple[int, ...]
@@ -48,7 +48,8 @@ Counts = tuple[int, ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStage:
     """One stage. segments: from begin to end - 1. seconds: of one micro-batch. memory_bytes: of each card, with
-    `most_in_flight` carries. port_seconds: a micro-batch occupies its port so long, each way."""
+    `most_in_flight` carries. port_seconds: a micro-batch occupies its port so long, each way. tied_seconds: at the end
+    of a step, to sum the gradients of tied leaves with the next stage that has them; without flush nobody waits."""
 
     pc: str
     begin: int
@@ -59,6 +60,7 @@ class PlannedStage:
     most_in_flight: int
     sharding: Sharding
     port_seconds: float
+    tied_seconds: float
 
     @property
     def seconds(self) -> float:
@@ -73,7 +75,11 @@ class PlannedPipeline:
     micro_batches: int
     period_seconds: float
     step_seconds: float
-    tied_seconds: float
+
+    @property
+    def tied_seconds(self) -> float:
+        """How long a step takes longer, for the sums of tied leaves."""
+        return sum(one.tied_seconds for one in self.stages)
 
     @property
     def efficiency(self) -> float:
@@ -366,6 +372,7 @@ def predict(model: ModelCosts, stages: Sequence[tuple[PC, int, int]]) -> Planned
                 most_in_flight=depth,
                 sharding=SHARDINGS[costs.sharding[begin, end]],
                 port_seconds=float(model.port_seconds[begin, end]),
+                tied_seconds=float(model.tied_later[begin, end]) if model.schedule.flushes else 0.0,
             )
         )
         fill += planned[-1].seconds + float(model.step_seconds[begin, end])
@@ -377,7 +384,6 @@ def predict(model: ModelCosts, stages: Sequence[tuple[PC, int, int]]) -> Planned
         micro_batches=count,
         period_seconds=period,
         step_seconds=max(SHORTEST, (count - 1) * period + fill if model.schedule.flushes else count * period),
-        tied_seconds=float(sum(model.tied_later[begin, end] for _, begin, end in stages)),
     )
 
 
@@ -395,8 +401,8 @@ def does_not_fit(model: ModelCosts, pcs: Sequence[PC], pcs_per_pipeline: int) ->
     available = sum(pc.cards * pc.memory_bytes for pc in pcs)
     within = f"pipelines of {pcs_per_pipeline} of " if pcs_per_pipeline else ""
     message = (
-        f"the model does not fit {within}these {len(pcs)} PCs: undivided it needs {_gigabytes(needed)}, they have "
-        f"{_gigabytes(available)} in all, and a stage keeps a carry for each micro-batch in flight. "
+        f"the model does not fit {within}these {len(pcs)} PCs: undivided it needs {_amount(needed)}, they have "
+        f"{_amount(available)} in all, and a stage keeps a carry for each micro-batch in flight. "
     )
     return DoesNotFit(message + _help(model, pcs, pcs_per_pipeline), "", needed, available)
 
@@ -407,16 +413,16 @@ def _segment_does_not_fit(model: ModelCosts, segment: SegmentCost, needed: int, 
     number = model.segments.index(segment)
     alone = ModelCosts([_halved(segment)], model.schedule, model.micro_batches, model.link)
     if np.isfinite(alone.on(largest, 1).forward[0, 1]):
-        helps = "With micro-batches of half the size it would fit."
+        helps = "With micro-batches of half the size it fits."
     else:
         helps = (
             "An optimizer with less state, more memory, or cutting the segment in two would help. Its columns over two "
             f"PCs would cost {columns:.2g} s a micro-batch on this link."
         )
     message = (
-        f"the segment {segment.name!r} ({number} of {model.count}) fits no PC: it needs {_gigabytes(needed)}, of which "
-        f"{_gigabytes(stays)} are parameters, gradient and optimizer state, and {largest.name} has "
-        f"{_gigabytes(largest.memory_bytes)} a card. {helps}"
+        f"the segment {segment.name!r} ({number} of {model.count}) fits no PC: it needs {_amount(needed)}, of which "
+        f"{_amount(stays)} are parameters, gradient and optimizer state, and {largest.name} has "
+        f"{_amount(largest.memory_bytes)} a card. {helps}"
     )
     return DoesNotFit(message, segment.name, needed, largest.memory_bytes)
 
@@ -425,16 +431,15 @@ def _help(model: ModelCosts, pcs: Sequence[PC], size: int) -> str:
     """Return what would make a model fit, by the same search."""
     for larger in range(size + 1, len(pcs) + 1) if size else ():
         if _holds(model, pcs, larger):
-            return f"Pipelines of {larger} PCs would hold it."
+            return f"Pipelines of {larger} PCs hold it."
     halved = ModelCosts([_halved(one) for one in model.segments], model.schedule, model.micro_batches, model.link)
-    helps = ["Micro-batches of half the size would fit"] if _holds(halved, pcs, size) else []
+    helps = ["With micro-batches of half the size it fits."] if _holds(halved, pcs, size) else []
     largest = max(pcs, key=lambda pc: pc.cards * pc.memory_bytes)
     for more in MORE_PCS if not size else ():
         if _holds(model, [*pcs, *[largest] * more], 0):
-            helps.append(f"{more} more PC{'s' * (more > 1)} as {largest.name} would hold it")
+            helps.append(f"With {more} more PC{'s' * (more > 1)} like {largest.name} it fits.")
             break
-    helps.append("an optimizer with less state, and more memory, help always")
-    return "; ".join(helps) + "."
+    return " ".join([*helps, "An optimizer with less state needs less of each PC."])
 
 
 def _holds(model: ModelCosts, pcs: Sequence[PC], size: int) -> bool:
@@ -448,5 +453,5 @@ def _halved(segment: SegmentCost) -> SegmentCost:
     return replace(segment, carry_bytes=segment.carry_bytes // 2, activation_bytes=segment.activation_bytes // 2)
 
 
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
+def _amount(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"

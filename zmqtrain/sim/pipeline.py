@@ -9,17 +9,82 @@ Rule 3: a task's time is drawn from the seed, stage by stage: normally distribut
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.pipeline.schedule import Schedule, StageMachine, Task, check_micro_batches
+from zmqtrain.pipeline.schedule import Depth, Schedule, ScheduleName, StageMachine, Task, check_micro_batches
 from zmqtrain.transport.memory import LinkModel
 
 FASTEST = 0.05
 """No task takes less than this share of its mean, however it is drawn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimPipeline:
+    """One simulated pipeline. Raises ConfigError for what cannot be.
+
+    schedule, depth: as of `Schedule`.  steps: from empty to empty.  forward_seconds, backward_seconds: of one
+    micro-batch at one stage; update_seconds: at the end of a step.  carry_bytes: of a carry on the wire, and of a
+    cotangent.  jitter: standard deviation of a task's time, as a share of its mean.  slowness: of each stage, in
+    order: its times are multiplied by it; none: 1 for all.
+    """
+
+    name: str = ""
+    schedule: ScheduleName = "1f1b"
+    depth: Depth = "eager"
+    stages: int = 4
+    micro_batches: int = 32
+    steps: int = 1
+    forward_seconds: float = 0.05
+    backward_seconds: float = 0.15
+    update_seconds: float = 0.0
+    carry_bytes: int = 0
+    jitter: float = 0.0
+    slowness: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        Schedule(self.schedule, self.depth)  # says what is none
+        check_micro_batches(self.micro_batches, self.stages)
+        for name in ("forward_seconds", "backward_seconds", "update_seconds", "carry_bytes", "jitter"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.steps < 1 or not self.forward_seconds + self.backward_seconds > 0:
+            raise ConfigError("a pipeline makes at least one step, and its tasks take time")
+        if self.slowness and (len(self.slowness) != self.stages or not all(0 < one < inf for one in self.slowness)):
+            raise ConfigError(
+                f"slowness has a number above 0 for each of the {self.stages} stages, got {list(self.slowness)}"
+            )
+
+    @property
+    def rule(self) -> Schedule:
+        return Schedule(self.schedule, self.depth)
+
+    def run(self, link: LinkModel, seed: int) -> PipelineRun:
+        """Return what it does on these links. seed: of the jitter."""
+        models = [
+            StageModel(
+                *(slow * one for one in (self.forward_seconds, self.backward_seconds, self.update_seconds)),
+                carry_bytes=self.carry_bytes,
+                cotangent_bytes=self.carry_bytes,
+            )
+            for slow in self.slowness or (1.0,) * self.stages
+        ]
+        return simulate_pipeline(
+            self.rule, models, self.micro_batches, steps=self.steps, link=link, jitter=self.jitter, seed=seed
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineScenario:
+    """Pipelines that are simulated one after the other, each by itself. link: every PC's port. seed: of the jitter."""
+
+    pipelines: tuple[SimPipeline, ...]
+    link: LinkModel = field(default_factory=LinkModel)
+    seed: int = 0
 
 
 class StageModel(NamedTuple):
@@ -66,8 +131,9 @@ class PipelineRun:
         return max(span.end for span in self.tasks)
 
     def busy(self, stage: int) -> float:
-        """Return the share of the time in which a stage computes."""
-        return sum(span.end - span.begin for span in self.tasks if span.stage == stage) / self.seconds
+        """Return the share of the time in which a stage computes passes, not updates."""
+        passes = (one for one in self.tasks if one.stage == stage and one.task.kind != "update")
+        return sum(one.end - one.begin for one in passes) / self.seconds
 
     @property
     def efficiency(self) -> float:

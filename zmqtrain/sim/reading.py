@@ -18,6 +18,13 @@
     seconds = 60
     kinds = ["kill", "drop", "duplicate"]
 
+or, for pipelines, which train nothing and have no hub:
+
+    seed = 3
+    [link]
+    [[pipeline]]                # any number of these; the fields of `SimPipeline`
+    stages = 4
+
 Rule: what cannot be used is a ConfigError that says where it stands, and what was probably meant.
 """
 
@@ -34,6 +41,7 @@ from typing import Any
 from zmqtrain.chaos.schedule import Fault, check_kinds, draw_schedule
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
+from zmqtrain.sim.pipeline import PipelineScenario, SimPipeline
 from zmqtrain.sim.scenario import SIM_KINDS, Scenario, SimNode
 from zmqtrain.transport.memory import LinkModel
 
@@ -42,7 +50,7 @@ MOST_SECONDS, MOST_NODES = 10**9, 10**5
 TABLES = ("run", "link", "hub_link", "node", "fault", "chaos")
 
 
-def read_scenario(path: Path, seed: int | None = None) -> Scenario:
+def read_scenario(path: Path, seed: int | None = None) -> Scenario | PipelineScenario:
     """Return the scenario that a TOML file describes. seed: instead of the file's. Raises ConfigError."""
     try:
         tables = tomllib.loads(path.read_text("utf-8"))
@@ -55,6 +63,9 @@ def read_scenario(path: Path, seed: int | None = None) -> Scenario:
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
+    if "pipeline" in tables:
+        pipelines = pipelines_from_tables(tables, str(path))
+        return pipelines if seed is None else replace(pipelines, seed=seed)
     scenario = scenario_from_tables(tables, str(path))
     return scenario if seed is None else replace(scenario, settings=replace(scenario.settings, seed=seed))
 
@@ -78,6 +89,22 @@ def scenario_from_tables(tables: Mapping[str, Any], place: str) -> Scenario:
         return Scenario(settings=settings, nodes=named, link=link, hub_link=hub_link, faults=faults, **values)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
+
+
+def pipelines_from_tables(tables: Mapping[str, Any], place: str) -> PipelineScenario:
+    """Return the pipelines that the tables of a TOML file describe. place: for messages. Raises ConfigError."""
+    _check_keys(place, tables, ("pipeline", "link", "seed"))
+    pipelines = tables["pipeline"]
+    if not isinstance(pipelines, list) or not pipelines or not all(isinstance(one, dict) for one in pipelines):
+        raise ConfigError(f"{place}: a pipeline is a table [[pipeline]] (with two brackets)")
+    link = _record(LinkModel, f"{place} [link]", _table(place, tables, "link"))
+    every = tuple(
+        _record(SimPipeline, f"{place} [[pipeline]] {number}", one) for number, one in enumerate(pipelines, start=1)
+    )
+    seed = tables.get("seed", 0)
+    if type(seed) is not int:
+        raise ConfigError(f"{place}: seed must be a whole number, got {reprlib.repr(seed)}")
+    return PipelineScenario(pipelines=every, link=link, seed=seed)
 
 
 def _faults(place: str, tables: Mapping[str, Any], names: list[str]) -> tuple[Fault, ...]:
@@ -152,6 +179,8 @@ def _record(kind: Any, place: str, table: Mapping[str, Any]) -> Any:
 def _value(place: str, kind: Any, name: str, value: Any) -> Any:
     """Return a value in the type of the field's default: numbers as numbers, lists as tuples of numbers."""
     (default,) = (field.default for field in fields(kind) if field.name == name)
+    if isinstance(default, tuple) and name == "slowness":
+        return tuple(_number(place, number) for number in (value if isinstance(value, list) else [value]))
     if isinstance(default, tuple) and not (name == "straggler" and isinstance(value, str)):
         try:
             return tuple(tuple(float(number) for number in part) for part in value)
