@@ -51,7 +51,9 @@ CLOCKS = ("time", "datetime")
 LIVE_CLOCKS = ("parameter_server/parameters.py", *LIVE)
 PURE_ROOMS = (
     *(f"{room}/*" for room in ("protocol", "codecs", "strategies", "parameter_server")),
-    *("engine/graph.py", "pipeline/schedule.py"),
+    "engine/graph.py",
+    *(f"pipeline/{name}.py" for name in ("schedule", "costs", "partition")),
+    "sim/pipeline.py",
 )
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 ENVIRONMENT_READERS: dict[str, str] = {}
