@@ -33,7 +33,7 @@ def pcs_of(*memories, **more):
 
 
 def stage_of(costs, pc, begin, end, depth, versions):
-    """Return (seconds, memory) of one stage on one card, or None if it does not fit."""
+    """Return the seconds of both passes of one stage on one card, or None if it does not fit."""
     inside = costs[begin:end]
     leaves = {leaf.name: leaf for one in inside for leaf in one.tied}.values()
     came = costs[begin - 1].carry_bytes if begin else 0
@@ -41,8 +41,8 @@ def stage_of(costs, pc, begin, end, depth, versions):
     memory = sum(one.held_bytes + one.activation_bytes for one in inside) + sum(leaf.held_bytes for leaf in leaves)
     memory += (versions - 1) * sum(one.parameter_bytes for one in [*inside, *leaves])
     memory += depth * came + came + goes
-    seconds = sum((one.forward_seconds[pc.name] + one.backward_seconds[pc.name]) for one in inside)
-    return seconds if memory <= pc.memory_bytes else None
+    passes = sum(one.forward_seconds[pc.name] for one in inside), sum(one.backward_seconds[pc.name] for one in inside)
+    return passes if memory <= pc.memory_bytes else None
 
 
 def wire(costs, cut):
@@ -67,13 +67,17 @@ def best_step(costs, pcs, micro_batches, schedule, known):
 
     def stage(pc, begin, end, depth):
         """Return what a stage adds to (the period, the fill); None: it does not fit."""
-        seconds = stage_of(costs, pc, begin, end, depth, schedule.versions_held)
-        if seconds is None:
+        passes = stage_of(costs, pc, begin, end, depth, schedule.versions_held)
+        if passes is None:
             return None
+        seconds = sum(passes)
         hop = 2 * (wire(costs, end) + LINK.latency_seconds) if end < count else 0.0
         later, everyone = tied_of(costs, begin, end)
         port = wire(costs, begin) + wire(costs, end)
         port += 0.0 if schedule.flushes else everyone / micro_batches
+        if schedule.name == "gpipe":
+            one_way = max(wire(costs, begin), wire(costs, end))
+            return sum(max(part, one_way) for part in passes), seconds + hop + later
         return max(seconds, port, hop), seconds + hop + later
 
     def extend(order, begin, period, fill):
@@ -330,6 +334,7 @@ def test_pipelines_that_are_too_short_are_told_how_long_they_must_be():
         lambda: partition([layer()], [PC(name="a", memory_bytes=1), PC(name="a", memory_bytes=1)]),
         lambda: partition([layer()] * 4, pcs_of(*[9999] * 4), 3, pcs_per_pipeline=4),
         lambda: partition([layer()], pcs_of(9999), pcs_per_pipeline=2),
+        lambda: partition([layer()], pcs_of(9999), schedule=Schedule("1f1b", "textbook")),
         lambda: partition([layer(forward={"other": 1.0})], pcs_of(9999)),
         lambda: layer(held=-4),
         lambda: layer(forward=-1.0),

@@ -76,6 +76,18 @@ def test_a_step_with_flush_lasts_as_long_as_the_formula_says():
     assert run(stages, 16).seconds == pytest.approx(16 * 4 + 3 * (4 + 0.2 + 0.3) + 0.5)
 
 
+def test_gpipe_lasts_as_long_as_the_plan_says_where_a_carry_takes_longer_than_a_pass_forward():
+    layer = SegmentCost(
+        name="layer", forward_seconds=0.1, backward_seconds=0.5, parameter_bytes=1, held_bytes=1, carry_bytes=300_000
+    )
+    pcs = [PC(name=name, memory_bytes=10**8) for name in "abc"]
+    (pipeline,) = partition([layer] * 3, pcs, 16, link=LINK, schedule=Schedule("gpipe"), pcs_per_pipeline=3).pipelines
+    models = [StageModel(0.1, 0.5, 0.0, 300_000, 300_000)] * 3
+    result = run(models, 16, Schedule("gpipe"))
+    assert pipeline.period_seconds == pytest.approx(0.3 + 0.5)
+    assert result.seconds == pytest.approx(pipeline.step_seconds, rel=0.02)
+
+
 def test_the_textbook_depth_waits_for_the_round_trip():
     stages = [StageModel(1.0, 3.0, 0.0, 200_000, 200_000)] * 2
     few, many = (run(stages, count, Schedule("1f1b", "textbook")).seconds for count in (10, 30))

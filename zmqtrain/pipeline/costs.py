@@ -148,11 +148,17 @@ class ModelCosts:
         tied = np.zeros_like(self.tied_all) if self.schedule.flushes else self.tied_all / self.micro_batches
         return self.cut_seconds[:, None] + self.cut_seconds[None, :] + tied
 
-    @property
-    def wire_seconds(self) -> Table:
-        """The least period that the wire of a stage allows: its port, and the hop to the next stage and back, which
-        micro-batches in flight hide if it is no longer than the period."""
-        return np.maximum(self.port_seconds, self.hop_seconds[None, :])
+    def period_seconds(self, forward: Table, backward: Table) -> Table:
+        """Return how long a micro-batch occupies a stage with these passes: its compute, its port, or the hop to the
+        next stage and back, which micro-batches in flight hide if it is no longer than the period.
+
+        Under gpipe each way has the port for itself, and cannot hide behind the compute of the other.
+        """
+        if self.schedule.name == "gpipe":
+            one_way = np.maximum(self.cut_seconds[:, None], self.cut_seconds[None, :])
+            return np.asarray(np.maximum(forward, one_way) + np.maximum(backward, one_way))
+        wire = np.maximum(self.port_seconds, self.hop_seconds[None, :])
+        return np.asarray(np.maximum(forward + backward, wire))
 
     @property
     def step_seconds(self) -> Table:

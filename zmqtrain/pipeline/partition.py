@@ -3,6 +3,7 @@
 A step of a pipeline takes (M - 1) T + fill. T is the period: the longest that a micro-batch occupies a stage, its port,
 or a hop there and back, for then K_s = 2(S-s)-1 micro-batches in flight hide the wire. The fill is the compute of one
 micro-batch at all stages, the hops between them, and the sums of tied leaves. Without flush (2bw) a step takes M T.
+With gpipe this is exact where one stage is the slowest both forward and backward.
 
 Rule 1: the plan is the one with the most micro-batches a second over all pipelines. Data parallel has no bubble, so it
 has as few PCs a pipeline as hold the model, unless a PC fits nowhere else.
@@ -136,7 +137,10 @@ def partition(
     if not 0 <= pcs_per_pipeline <= len(pcs):
         raise ConfigError(f"a pipeline of {pcs_per_pipeline} PCs: there are {len(pcs)} (0: as is best)")
     check_micro_batches(micro_batches, max(1, pcs_per_pipeline))
-    model = ModelCosts(costs, schedule or Schedule(), micro_batches, link or LinkModel())
+    schedule = schedule or Schedule()
+    if schedule.name != "gpipe" and schedule.depth != "eager":
+        raise ConfigError("a plan is for the eager depth: with another, each stage waits for the wire")
+    model = ModelCosts(costs, schedule, micro_batches, link or LinkModel())
     return _Search(model, pcs, pcs_per_pipeline).best()
 
 
@@ -148,9 +152,9 @@ class _Kind:
         self.pcs, self.period, self.fill = tuple(pcs), list[Table](), list[Table]()
         for stages in range(1, most_stages + 1):
             tables = [model.on(pc, model.schedule.most_in_flight(0, stages, model.micro_batches)) for pc in pcs]
-            compute = np.max([table.forward + table.backward for table in tables], axis=0)
-            self.period.append(np.maximum(compute, model.wire_seconds))
-            self.fill.append(compute + model.step_seconds)
+            forward, backward = (np.max([table[which] for table in tables], axis=0) for which in (0, 1))
+            self.period.append(model.period_seconds(forward, backward))
+            self.fill.append(forward + backward + model.step_seconds)
 
 
 class _Search:
@@ -228,8 +232,8 @@ class _Search:
                 if high > low + 1 and rounds * times[low + 1] + fills[high] < best * (1 - CLOSE)
             ]
             places = np.concatenate(open_ones) if open_ones else np.array([], int)
-            least = np.ceil(len(places) / TRIED_AT_ONCE) or 1
-            waiting = places[int(least) // 2 :: int(least)]
+            stride = max(1, -(-len(places) // TRIED_AT_ONCE))
+            waiting = places[stride // 2 :: stride]
         self._steps[have], self._periods[have] = best, float(times[at])
 
     def _fills(self, have: Counts, periods: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -357,7 +361,7 @@ def _alike(one: PC, other: PC, times: dict[str, npt.NDArray[np.float64]], share:
 def predict(model: ModelCosts, stages: Sequence[tuple[PC, int, int]]) -> PlannedPipeline:
     """Return what a pipeline does whose stages are (PC, first segment, end), in their order. A stage that does not fit
     has infinite seconds."""
-    planned, fill = [], 0.0
+    planned, fill, period = [], 0.0, 0.0
     for place, (pc, begin, end) in enumerate(stages):
         depth = model.schedule.most_in_flight(place, len(stages), model.micro_batches)
         costs = model.on(pc, depth)
@@ -375,9 +379,8 @@ def predict(model: ModelCosts, stages: Sequence[tuple[PC, int, int]]) -> Planned
                 tied_seconds=float(model.tied_later[begin, end]) if model.schedule.flushes else 0.0,
             )
         )
+        period = max(period, float(model.period_seconds(costs.forward, costs.backward)[begin, end]))
         fill += planned[-1].seconds + float(model.step_seconds[begin, end])
-    wires = [float(model.wire_seconds[begin, end]) for _, begin, end in stages]
-    period = max(max(one.seconds, wire) for one, wire in zip(planned, wires, strict=True))
     count = model.micro_batches
     return PlannedPipeline(
         stages=tuple(planned),
