@@ -10,6 +10,7 @@ import pytest
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.records import write_records
+from zmqtrain.sim.pipeline import PipelineScenario
 from zmqtrain.sim.reading import read_scenario
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.transport.memory import LinkModel
@@ -119,7 +120,8 @@ def test_a_file_that_is_not_there(tmp_path):
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_the_scenarios_of_the_project_can_be_read(path):
-    assert read_scenario(path).nodes
+    scenario = read_scenario(path)
+    assert scenario.pipelines if isinstance(scenario, PipelineScenario) else scenario.nodes
 
 
 def test_records_are_lines_of_json_in_which_what_is_not_finite_is_null(tmp_path):

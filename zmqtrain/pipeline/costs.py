@@ -146,7 +146,7 @@ class ModelCosts:
     def port_seconds(self) -> Table:
         """How long a micro-batch occupies a stage's port, each way."""
         tied = np.zeros_like(self.tied_all) if self.schedule.flushes else self.tied_all / self.micro_batches
-        return self.cut_seconds[:, None] + self.cut_seconds[None, :] + tied
+        return np.asarray(self.cut_seconds[:, None] + self.cut_seconds[None, :] + tied)
 
     def period_seconds(self, forward: Table, backward: Table) -> Table:
         """Return how long a micro-batch occupies a stage with these passes: its compute, its port, or the hop to the

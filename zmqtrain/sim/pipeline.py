@@ -67,9 +67,11 @@ class SimPipeline:
         """Return what it does on these links. seed: of the jitter."""
         models = [
             StageModel(
-                *(slow * one for one in (self.forward_seconds, self.backward_seconds, self.update_seconds)),
-                carry_bytes=self.carry_bytes,
-                cotangent_bytes=self.carry_bytes,
+                slow * self.forward_seconds,
+                slow * self.backward_seconds,
+                slow * self.update_seconds,
+                self.carry_bytes,
+                self.carry_bytes,
             )
             for slow in self.slowness or (1.0,) * self.stages
         ]
