@@ -756,6 +756,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("the model does not fit these 4 PCs", "more PCs like node-0 it fits"),
             "Each parameter needs 16 bytes with Adam: take more PCs, or an optimizer with less state",
             _typed("plan", "--params", "10B", "--nodes", "4", "--memory", "24GB", "--tokens", "1024"),
+            code=1,
         ),
         Mistake(
             "`zmqtrain sim run.toml`, and the file is not there",
