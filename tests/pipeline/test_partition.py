@@ -169,9 +169,9 @@ def test_the_plan_is_that_of_brute_force_and_fits_every_memory(problem):
     expected = best_rate(costs, pcs, micro_batches, schedule)
     if not expected:
         with pytest.raises(DoesNotFit):
-            partition(costs, pcs, micro_batches, schedule=schedule, link=LINK)
+            partition(costs, pcs, micro_batches, schedule=schedule.name, link=LINK)
         return
-    plan = partition(costs, pcs, micro_batches, schedule=schedule, link=LINK)
+    plan = partition(costs, pcs, micro_batches, schedule=schedule.name, link=LINK)
     assert plan.micro_batches_per_second == pytest.approx(expected, rel=1e-6)
     by_name = {pc.name: pc for pc in pcs}
     for pipeline in plan.pipelines:
@@ -239,13 +239,13 @@ def test_leaves_that_two_stages_share_are_held_by_both_and_their_sum_ends_a_step
     (untied,) = partition([layer()] * 4, pcs_of(3000, 3000), 8, link=LINK).pipelines
     assert apart.step_seconds - untied.step_seconds == pytest.approx(2.0)
     both = pcs_of(10_003_000, 10_003_000)
-    (without_flush,) = partition(costs, both, 8, link=LINK, schedule=Schedule("2bw"), pcs_per_pipeline=2).pipelines
+    (without_flush,) = partition(costs, both, 8, link=LINK, schedule="2bw", pcs_per_pipeline=2).pipelines
     assert without_flush.step_seconds == pytest.approx(8 * 0.8)
 
 
 def test_two_versions_of_the_parameters_need_memory_without_flush():
     (flush,) = partition([layer()] * 4, pcs_of(3000, 3000), 8, link=LINK).pipelines
-    (no_flush,) = partition([layer()] * 4, pcs_of(3000, 3000), 8, link=LINK, schedule=Schedule("2bw")).pipelines
+    (no_flush,) = partition([layer()] * 4, pcs_of(3000, 3000), 8, link=LINK, schedule="2bw").pipelines
     assert no_flush.stages[0].memory_bytes - flush.stages[0].memory_bytes == 500
 
 
@@ -334,7 +334,7 @@ def test_pipelines_that_are_too_short_are_told_how_long_they_must_be():
         lambda: partition([layer()], [PC(name="a", memory_bytes=1), PC(name="a", memory_bytes=1)]),
         lambda: partition([layer()] * 4, pcs_of(*[9999] * 4), 3, pcs_per_pipeline=4),
         lambda: partition([layer()], pcs_of(9999), pcs_per_pipeline=2),
-        lambda: partition([layer()], pcs_of(9999), schedule=Schedule("1f1b", "textbook")),
+        lambda: partition([layer()], pcs_of(9999), schedule="zero-bubble"),
         lambda: partition([layer(forward={"other": 1.0})], pcs_of(9999)),
         lambda: layer(held=-4),
         lambda: layer(forward=-1.0),

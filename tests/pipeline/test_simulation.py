@@ -81,7 +81,7 @@ def test_gpipe_lasts_as_long_as_the_plan_says_where_a_carry_takes_longer_than_a_
         name="layer", forward_seconds=0.1, backward_seconds=0.5, parameter_bytes=1, held_bytes=1, carry_bytes=300_000
     )
     pcs = [PC(name=name, memory_bytes=10**8) for name in "abc"]
-    (pipeline,) = partition([layer] * 3, pcs, 16, link=LINK, schedule=Schedule("gpipe"), pcs_per_pipeline=3).pipelines
+    (pipeline,) = partition([layer] * 3, pcs, 16, link=LINK, schedule="gpipe", pcs_per_pipeline=3).pipelines
     models = [StageModel(0.1, 0.5, 0.0, 300_000, 300_000)] * 3
     result = run(models, 16, Schedule("gpipe"))
     assert pipeline.period_seconds == pytest.approx(0.3 + 0.5)

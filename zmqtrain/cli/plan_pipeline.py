@@ -110,7 +110,7 @@ def run_pipeline_plan(options: PipelineOptions, question: PipelineQuestion, as_j
     segments = segments_of(options, question)
     try:
         plan = partition(
-            segments, pcs, options.micro_batches, schedule=Schedule(options.schedule), link=link,
+            segments, pcs, options.micro_batches, schedule=options.schedule, link=link,
             pcs_per_pipeline=options.pipeline,
         )  # fmt: skip
     except DoesNotFit as error:

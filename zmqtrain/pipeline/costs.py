@@ -4,7 +4,7 @@ Rule 1: a stage is a range of segments on one PC. Its backward pass computes its
 it keeps one carry for each micro-batch in flight, and the activations of one micro-batch at a time.
 Rule 2: a PC with several cards shards a stage in the way that is fastest of those that fit: by batch (each card holds
 the stage), by FSDP (each card holds a part, and gathers a segment when it needs it), or by tensor (each card computes a
-part of every layer). The cards exchange over the PC's own bus, whose rate is the PC's `card_bytes_per_second`.
+part of every layer). The cards exchange over the PC's own bus, at its `card_bytes_per_second`.
 Source: Zheng et al. 2022 (Alpa), sec. 4 and 5; Rajbhandari et al. 2020 (ZeRO); Shoeybi et al. 2019 (Megatron-LM).
 """
 

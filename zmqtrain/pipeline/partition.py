@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from zmqtrain.core.errors import ConfigError, DoesNotFit
 from zmqtrain.pipeline.costs import PC, SHARDINGS, TENSOR_SUMS, ModelCosts, SegmentCost, Sharding, Table
-from zmqtrain.pipeline.schedule import Schedule, check_micro_batches
+from zmqtrain.pipeline.schedule import Schedule, ScheduleName, check_micro_batches
 from zmqtrain.transport.memory import LinkModel
 
 MOST_STATES = 300
@@ -121,14 +121,14 @@ def partition(
     pcs: Sequence[PC],
     micro_batches: int = 32,
     *,
-    schedule: Schedule | None = None,
+    schedule: ScheduleName = "1f1b",
     link: LinkModel | None = None,
     pcs_per_pipeline: int = 0,
 ) -> Partition:
     """Return the pipelines with the most micro-batches a second.
 
-    costs: of the model's segments, in their order.  micro_batches: M, of a step.  schedule: 1f1b, eager, if not given.
-    link: of every PC's port; 1 Gb/s if not given.  pcs_per_pipeline: 0: as is best.
+    costs: of the model's segments, in their order.  micro_batches: M, of a step.  schedule: at the eager depth.  link: the
+    payload that every PC's port carries; 1 Gb/s if not given.  pcs_per_pipeline: 0: as is best.
     Raises DoesNotFit if the PCs cannot hold the model, with the segment that fits none of them if there is one;
     ConfigError for what cannot be, as fewer micro-batches than PCs of a pipeline, or two PCs of one name.
     """
@@ -138,10 +138,7 @@ def partition(
     if not 0 <= pcs_per_pipeline <= len(pcs):
         raise ConfigError(f"a pipeline of {pcs_per_pipeline} PCs: there are {len(pcs)} (0: as is best)")
     check_micro_batches(micro_batches, max(1, pcs_per_pipeline))
-    schedule = schedule or Schedule()
-    if schedule.name != "gpipe" and schedule.depth != "eager":
-        raise ConfigError("a plan is for the eager depth: with another, each stage waits for the wire")
-    model = ModelCosts(costs, schedule, micro_batches, link or LinkModel())
+    model = ModelCosts(costs, Schedule(schedule), micro_batches, link or LinkModel())
     return _Search(model, pcs, pcs_per_pipeline).best()
 
 
@@ -360,8 +357,8 @@ def _alike(one: PC, other: PC, times: dict[str, npt.NDArray[np.float64]], share:
 
 
 def predict(model: ModelCosts, stages: Sequence[tuple[PC, int, int]]) -> PlannedPipeline:
-    """Return what a pipeline does whose stages are (PC, first segment, end), in their order. A stage that does not fit
-    has infinite seconds."""
+    """Return what a pipeline does. stages: (PC, first segment, end) of each, in their order. One that does not fit has
+    infinite seconds."""
     planned, fill, period = [], 0.0, 0.0
     for place, (pc, begin, end) in enumerate(stages):
         depth = model.schedule.most_in_flight(place, len(stages), model.micro_batches)
