@@ -54,28 +54,28 @@ class PipelineOptions:
     """What describes a model that is cut over several PCs, and how they train it."""
 
     tokens: int = 0
-    """Tokens of a micro-batch: plans for a model that one card may not hold, cut over several PCs (docs/pipeline.md);
-    0: every node holds the whole model."""
+    """Tokens of a micro-batch: plans for a model that one card may not hold, cut over several nodes (docs/pipeline.md),
+    which may use all of their ports (no share); 0: every node holds the whole model."""
     flops: str = "10T"
-    """What a node computes, in effective FLOP/s; one for all, or one for each: 10T,10T,5T,20T."""
+    """With tokens: what a node computes, in effective FLOP/s; one for all, or one for each: 10T,10T,5T,20T."""
     width: int = 0
-    """Channels between the layers of the model; 0: as of a GPT of this size."""
+    """With tokens: channels between the layers of the model; 0: as of a GPT of this size."""
     layers: int = 0
-    """Layers of the model; 0: as of a GPT of this size and width."""
+    """With tokens: layers of the model; 0: as of a GPT of this size and width."""
     vocabulary: int = 0
-    """Words: embedding and head are then parts of their own; 0: layers alone are counted."""
+    """With tokens: words; embedding and head are then parts of their own. 0: layers alone are counted."""
     tied: bool = False
-    """The head is the embedding: the nodes that hold them sum its gradient in each step."""
+    """With tokens: the head is the embedding, and the nodes that hold them sum its gradient in each step."""
     micro_batches: int = 32
-    """Micro-batches of a step."""
+    """With tokens: micro-batches of a step."""
     schedule: ScheduleName = "1f1b"
-    """When a node goes forward and backward; 2bw does not wait at the end of a step."""
+    """With tokens: when a node goes forward and backward; 2bw does not wait at the end of a step."""
     boundary: str = "bf16"
-    """How the results of a stage are coded on the wire (docs/codecs.md)."""
+    """With tokens: how the results of a stage are coded on the wire (docs/codecs.md)."""
     pipeline: int = 0
-    """Nodes of a pipeline; 0: as is best."""
+    """With tokens: nodes of a pipeline; 0: as is best."""
     cards: int = 1
-    """Cards of each node."""
+    """With tokens: cards of each node."""
 
     def check_pipeline(self) -> None:
         """Raise ConfigError for what cannot be."""

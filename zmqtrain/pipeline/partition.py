@@ -127,8 +127,8 @@ def partition(
 ) -> Partition:
     """Return the pipelines with the most micro-batches a second.
 
-    costs: of the model's segments, in their order.  micro_batches: M, of a step.  schedule: at the eager depth.  link: the
-    payload that every PC's port carries; 1 Gb/s if not given.  pcs_per_pipeline: 0: as is best.
+    costs: of the model's segments, in their order.  micro_batches: M, of a step.  schedule: at the eager depth.
+    link: the payload that every PC's port carries; 1 Gb/s if not given.  pcs_per_pipeline: 0: as is best.
     Raises DoesNotFit if the PCs cannot hold the model, with the segment that fits none of them if there is one;
     ConfigError for what cannot be, as fewer micro-batches than PCs of a pipeline, or two PCs of one name.
     """
