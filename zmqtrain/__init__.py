@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zmqtrain.engine.executor import Engine
     from zmqtrain.models import load_model, save_model
     from zmqtrain.node.connect import connect
+    from zmqtrain.node.joint import JointNode, connect_as_one
     from zmqtrain.node.node import Node
     from zmqtrain.parameter_server.parameter_client import ParameterClient
     from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "connect",
+    "connect_as_one",
     "Node",
+    "JointNode",
     "DelayedSync",
     "TrainingLoop",
     "GradientLoop",
@@ -69,7 +72,9 @@ __all__ = [
 
 _HOMES = {
     "connect": "zmqtrain.node.connect",
+    "connect_as_one": "zmqtrain.node.joint",
     "Node": "zmqtrain.node.node",
+    "JointNode": "zmqtrain.node.joint",
     "Broker": "zmqtrain.broker.broker",
     "Communicator": "zmqtrain.collectives.communicator",
     "ANY_SOURCE": "zmqtrain.collectives.matching",

@@ -271,6 +271,14 @@ class Closes(Protocol):
 
 
 @runtime_checkable
+class Agrees(Protocol):
+    """An exchange of several processes that make the same calls: all of them have the same answers."""
+
+    def agreed_time(self) -> float:
+        """Return the time of one of them in seconds, the same in all processes, which call this together."""
+
+
+@runtime_checkable
 class Describes(Protocol):
     """An exchange that describes to its hub what a node trains on."""
 

@@ -23,6 +23,9 @@ Any sharding is supported, and a mixture; the result has the sharding of the arg
 Rule 5: a stack is a leaf's own memory: on each device the shard that is there, in the order of the devices' ids.
 Whatever its mesh and its axes, a leaf over the same devices has the same kind of stack: one compiled function takes
 leaves of all meshes.  A segment that lies in pieces becomes whole on the host only.
+Rule 6: where the devices belong to several processes (`train.processes`), each process moves the shards of its own
+devices, and nothing is sent but what `pending`, `parameters` and `adopt` need on the host: a leaf's part of a fragment,
+or a leaf, at a time. All processes make the same moves in the same order.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from numpy.typing import NDArray
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.interfaces import Layout
 from zmqtrain.core.types import Array, ModelSpec
+from zmqtrain.train.processes import check_placed, each_has_all, gathered_stack, own_devices, put, whole_leaf
 
 AnchorOn = Literal["device", "host"]
 """Where a node keeps the anchor: with its parameters, or in the memory of its processor."""
@@ -89,8 +93,8 @@ def moves_of(
     donate: the caller's parameters may be used up.  elastic: the share of what is pending that is offered; under 1 each
     node's parameters stay its own, and are pulled toward the others' (Zhang et al. 2015, Deep learning with elastic
     averaging SGD, with both pulls in the one equation).
-    Raises ConfigError for another place than "device" or "host", ModelMismatch for a leaf that is spread over several
-    processes.
+    Raises ConfigError for another place than "device" or "host", ModelMismatch for a leaf that lies on devices of
+    several processes but not of all.
     """
     if anchor not in get_args(AnchorOn):
         raise ConfigError(f"anchor must be one of {', '.join(map(repr, get_args(AnchorOn)))}, got {anchor!r}")
@@ -413,27 +417,32 @@ class Group(NamedTuple):
     committed: bool
 
     def stack(self, shards: Mapping[Any, jax.Array]) -> jax.Array:
-        """Return the shards, one per device, as one array: on each device the memory is the shard's own."""
-        arrays = [shards[device] for device in self.devices]
-        if len(arrays) == 1:
+        """Return the shards, one for each device of this process, as one array: on each device the memory is the
+        shard's own."""
+        arrays = [shards[device] for device in own_devices(self.devices)]
+        if len(self.devices) == 1:
             return arrays[0]
         shape = arrays[0].shape
         if shape:
-            shape = (len(arrays) * shape[0], *shape[1:])
+            shape = (len(self.devices) * shape[0], *shape[1:])
         sharding = NamedSharding(mesh_of(self.devices), EACH_ITS_OWN if shape else ALL_ALIKE)
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
     def send(self, pieces: Sequence[Array]) -> Array:
-        """Return the stack of what each device is sent, from the host or another device; as it is for but one."""
+        """Return the stack of what each device is sent, from the host or another device; as it is for but one.
+
+        pieces: for each device of this process.
+        """
         if len(self.devices) == 1:
             return pieces[0]
-        return self.stack(dict(zip(self.devices, jax.device_put(list(pieces), list(self.devices)), strict=True)))
+        here = own_devices(self.devices)
+        return self.stack(dict(zip(here, jax.device_put(list(pieces), here), strict=True)))
 
 
 class _Piece(NamedTuple):
     """What one device holds of a segment. where, shape: its place in the segment, seen as `Segment` sees it."""
 
-    values: jax.Array
+    values: Any
     where: Any
     shape: tuple[int, ...]
 
@@ -461,10 +470,14 @@ class Segment:
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.float32]:
-        joined = np.empty(self._seen_as, np.float32)
-        for values, where, shape in self._pieces:
-            joined[where] = np.asarray(values)[: prod(shape)].reshape(shape)
-        return joined.reshape(-1).astype(dtype or np.float32, copy=False)
+        return _joined(self._seen_as, self._pieces).astype(dtype or np.float32, copy=False)
+
+
+def _joined(seen_as: tuple[int, ...], pieces: Sequence[_Piece]) -> Vector:
+    joined = np.empty(seen_as, np.float32)
+    for values, where, shape in pieces:
+        joined[where] = np.asarray(values)[: prod(shape)].reshape(shape)
+    return joined.reshape(-1)
 
 
 @lru_cache(maxsize=64)
@@ -479,6 +492,13 @@ def group_of(leaf: jax.Array) -> Group:
 @lru_cache(maxsize=1024)
 def _devices_of(sharding: Sharding) -> tuple[jax.Device, ...]:
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
+
+
+@lru_cache(maxsize=1024)
+def own_numbers(sharding: Sharding) -> tuple[int, ...]:
+    """Return which of the devices, in the order of their ids, belong to this process."""
+    devices = _devices_of(sharding)
+    return tuple(devices.index(device) for device in own_devices(devices))
 
 
 @lru_cache(maxsize=4096)
@@ -514,26 +534,37 @@ def _place(shard: Shard, number: int, cut: Cut | None) -> tuple[Any, tuple[int, 
 
 
 def segment_of(stack: jax.Array, leaf: jax.Array, cut: Cut | None) -> Any:
-    """Return the segment that lies in pieces on the devices of a leaf, one piece of each distinct shard."""
+    """Return the segment that lies in pieces on the devices of a leaf, one piece of each distinct shard.
+
+    Where no process has all of them, all processes gather them: it is a numpy array then.
+    """
     devices, shards = _devices_of(leaf.sharding), shards_of(leaf.sharding, leaf.shape)
     if len(devices) == 1:
         return stack
-    pieces = {shard.device: shard.data for shard in stack.addressable_shards}
-    distinct = {shard: number for number, shard in reversed([*enumerate(shards)])}
+    is_here = leaf.is_fully_addressable or each_has_all(leaf.sharding, leaf.shape)
+    if is_here:
+        pieces: dict[Any, Any] = {shard.device: shard.data for shard in stack.addressable_shards}
+    else:
+        pieces = dict(zip(devices, gathered_stack(stack).reshape(len(devices), -1), strict=True))
+    distinct = {shard: number for number, shard in reversed([*enumerate(shards)]) if devices[number] in pieces}
     if len(distinct) == 1:
-        return pieces[devices[0]]
+        (number,) = distinct.values()
+        return pieces[devices[number]]
     places = [_Piece(pieces[devices[number]], *_place(shard, number, cut)) for shard, number in distinct.items()]
-    return Segment(leaf.shape if cut is None else (sum(one.shape[0] for one in places), cut.grain), places)
+    seen_as = leaf.shape if cut is None else (sum(one.shape[0] for one in places), cut.grain)
+    return Segment(seen_as, places) if is_here else _joined(seen_as, places)
 
 
 def pieces_of(segment: Array, leaf: jax.Array, cut: Cut | None) -> list[Array]:
-    """Return what each device of a leaf is to be sent of a segment: equal shards the same, in the same memory."""
+    """Return what each device of this process is to be sent of a segment of a leaf: equal shards the same, in the same
+    memory."""
     shards = shards_of(leaf.sharding, leaf.shape)
+    here = own_numbers(leaf.sharding)
     seen_as = leaf.shape if cut is None else (-1, cut.grain)
     if len(set(shards)) == 1:
-        return [segment.reshape(seen_as)] * len(shards)
+        return [segment.reshape(seen_as)] * len(here)
     values, pieces = np.asarray(segment).reshape(seen_as), dict[Shard, Array]()
-    for number, shard in enumerate(shards):
+    for number, shard in ((number, shards[number]) for number in here):
         if shard not in pieces:
             where, shape = _place(shard, number, cut)
             if cut is None:
@@ -541,7 +572,7 @@ def pieces_of(segment: Array, leaf: jax.Array, cut: Cut | None) -> list[Array]:
             else:
                 pieces[shard] = np.zeros((cut.width, cut.grain), np.float32)
                 pieces[shard][: shape[0]] = values[where]
-    return [pieces[shard] for shard in shards]
+    return [pieces[shards[number]] for number in here]
 
 
 class Kernel(NamedTuple):
@@ -569,8 +600,8 @@ class Home(NamedTuple):
 class SpreadLeaves:
     """Leaves whose homes may differ from leaf to leaf, and what each device does with its own shards of them.
 
-    leaves: those with which the node joined.  Raises ModelMismatch, naming the leaf, for one of which another process
-    holds a part.
+    leaves: those with which the node joined.  Raises ModelMismatch, naming the leaf, for one that lies on devices of
+    several processes but not of all.
     """
 
     def __init__(self, layout: Layout, model: ModelSpec, leaves: Sequence[Any], donate: bool, elastic: float) -> None:
@@ -584,12 +615,7 @@ class SpreadLeaves:
 
     def _homes_of(self, leaves: Leaves) -> list[Home]:
         for leaf, spec in zip(leaves, self.model, strict=True):
-            if not leaf.is_fully_addressable:
-                raise ModelMismatch(
-                    f"the leaf {spec} is spread over several processes; a node is one process with all devices of its "
-                    "PC, so do not call jax.distributed.initialize",
-                    spec.path,
-                )
+            check_placed(leaf, spec)
         return [Home(leaf.sharding, leaf.committed) for leaf in leaves]
 
     def _put(self, values: Sequence[Array], homes: Sequence[Home], dtypes: Sequence[Any]) -> Leaves:
@@ -597,20 +623,12 @@ class SpreadLeaves:
         placed: Leaves = []
         for value, home, dtype in zip(values, homes, dtypes, strict=True):
             own = np.array(value, dtype)  # jax may keep this very memory, so that it is nobody else's
-            placed.append(jax.device_put(own, home.sharding) if home.committed else jnp.asarray(own))
+            placed.append(put(own, home.sharding) if home.committed else jnp.asarray(own))
         return placed
-
-    def _fetch(self, leaf: jax.Array) -> Vector:
-        """Return a whole leaf on the host, in float32, joined there from what each device holds; nobody else's."""
-        whole = np.empty(leaf.shape, np.float32)
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                whole[shard.index] = np.asarray(shard.data)
-        return whole
 
     def _on_host(self, leaf: Array) -> Vector:
         """Return a leaf on the host in float32: a copy of a jax array, for a view would defeat its donation."""
-        return self._fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf, np.float32)
+        return whole_leaf(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf, np.float32)
 
     def _add(self, leaves: Leaves, step: Mapping[int, Array], fragment: int, donate: bool) -> Leaves:
         """Return the leaves with segments of one fragment added (numpy or jax): `step`, by the leaf's number.
@@ -632,7 +650,7 @@ class SpreadLeaves:
         """Return new + (params - anchor - D(u)): leaf by leaf, and by the host, where `new` is."""
         adopted: Leaves = []
         for i, (leaf, known, fresh) in enumerate(zip(params, anchor, new, strict=True)):
-            rest = self._fetch(jnp.asarray(leaf))
+            rest = whole_leaf(jnp.asarray(leaf))
             np.subtract(rest, self._on_host(known), out=rest)
             for fragment, segments in own.items():
                 parts = dict(zip(self.layout.leaves(fragment), segments, strict=True))
@@ -692,7 +710,11 @@ class SpreadLeaves:
             stacks = [stacked(leaves[position], group) for position in members]
             behind = [[other[position] for position in members] for other in others]
             chosen = [cuts[position] for position in members]
-            rows = [None if cut is None else group.send(cut.rows) for cut in chosen]
+            placed = [leaves[position].sharding for position in members]
+            rows = [
+                None if cut is None else group.send([cut.rows[number] for number in own_numbers(sharding)])
+                for sharding, cut in zip(placed, chosen, strict=True)
+            ]
             grains = tuple(None if cut is None else cut.grain for cut in chosen)
             scalars = tuple(tuple(stack.ndim == 0 for stack in operand) for operand in [stacks, *behind])
             yield _jitted(kernel, group, grains, scalars), (stacks, behind, rows), members
@@ -709,7 +731,7 @@ class SpreadMoves(SpreadLeaves):
         self._homes = homes
         for i, (now, then) in enumerate(zip(homes, before, strict=True)):
             if now != then:
-                anchor[i : i + 1] = self._put([self._fetch(anchor[i])], [now], [jnp.float32])
+                anchor[i : i + 1] = self._put([whole_leaf(anchor[i])], [now], [jnp.float32])
         return anchor
 
     def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
@@ -786,7 +808,7 @@ class HostMoves(SpreadLeaves):
     def _take(self, leaf: Array, index: int, fragment: int) -> Array:
         leaf = jnp.asarray(leaf)
         if self.layout.fragments == 1:
-            return self._fetch(leaf).reshape(-1)
+            return whole_leaf(leaf).reshape(-1)
         return self._segments(TAKE, [leaf], [], [index], fragment)[0]
 
 

@@ -52,6 +52,6 @@ class FirstStep:
         hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for index in self._read:
             leaf = leaves[index]
-            if getattr(leaf, "is_fully_addressable", True):
+            if getattr(leaf, "is_fully_addressable", True) or leaf.is_fully_replicated:
                 hashed.update(np.asarray(leaf, np.float32).reshape(-1)[:MOST_VALUES].tobytes())
         return hashed.digest()

@@ -21,12 +21,13 @@ import jax
 import numpy as np
 
 from zmqtrain.core.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
-from zmqtrain.core.interfaces import Closes, Describes, Exchange, Keeps
+from zmqtrain.core.interfaces import Agrees, Closes, Describes, Exchange, Keeps
 from zmqtrain.core.types import Array, ModelSpec, Update, Version, describe_mismatch, number_of
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.contributions import ContributionTracker, Drain, SyncSchedule
 from zmqtrain.train.first_step import FirstStep
 from zmqtrain.train.leaves import kept_leaves, pack_trees, unpack_tree, whole_leaves
+from zmqtrain.train.processes import spans_processes, whole_leaf
 from zmqtrain.train.seen import say_device
 from zmqtrain.train.step import describe_model
 
@@ -89,8 +90,9 @@ class DelayedSync:
     closes the node without `finish`: what it had not sent is lost, and the others do not wait for it. `step` after
     `finish` or `close` raises LocalProtocolError.
 
-    params: any pytree of float arrays, on one device or, by any sharding, on several of this PC: each keeps its own
-    part, and what `step` returns lies as what it was given. The first node's founds the run; at any other node the
+    params: any pytree of float arrays, on one device or, by any sharding, on several of this PC (or of several
+    processes, at a node of `connect_as_one`): each keeps its own part, and what `step` returns lies as what it was
+    given. The first node's founds the run; at any other node the
     first `step` returns the run's parameters (or take `sync.start` before the loop).  donate: `step` may use up the
     buffers it is given.  anchor: where the shared parameters are kept: "device" (where `params` are) or "host".
     score: of `params` on training data that was held out, where the run begins with the best or the mean (NaN: not
@@ -129,6 +131,7 @@ class DelayedSync:
         self._tree: Any
         leaves, self._tree = jax.tree.flatten(params)
         model = _describe_floats(params)
+        _check_connected(exchange, model, leaves)
         self._shapes = [spec.shape for spec in model]
         self._first_step: FirstStep | None = None
         if isinstance(exchange, Describes):
@@ -325,13 +328,13 @@ class DelayedSync:
             self._check_open("finish")
         leaves = self._flatten(params)
         self._ended, self._last = "finish", None
-        until = self._clock.monotonic() + timeout_seconds
+        until = self._agreed_time() + timeout_seconds
         # a node without a step has nothing to drain, unless its parameters have moved otherwise, or were its own from
         # the beginning; an empty round would only advance the outer momentum
         begun = self.exchange.state().founded and (self.steps or moved or self._own is not None)
         each, shards = self._each if begun else 0, range(self.settings.shards)
         leaves = self._drain(leaves, [range(each * broker, each * (broker + 1)) for broker in shards], until)
-        while not all([self.exchange.everyone_drained(m) for m in shards]) and self._clock.monotonic() < until:
+        while not all([self.exchange.everyone_drained(m) for m in shards]) and self._agreed_time() < until:
             self._clock.sleep(LANDING_LOOK_SECONDS)
             leaves = self._take_all(leaves, set())
         leaves = self._take_all(leaves, set())
@@ -385,6 +388,10 @@ class DelayedSync:
             "sync.finish(params). A loop over node.batches(...) ends by itself",
             "stopped",
         )
+
+    def _agreed_time(self) -> float:
+        """Return the time for what several processes of one node must decide alike."""
+        return self.exchange.agreed_time() if isinstance(self.exchange, Agrees) else self._clock.monotonic()
 
     def _check_open(self, call: str) -> None:
         if self._ended:
@@ -457,13 +464,15 @@ class DelayedSync:
     def _await_due(self, leaves: list[Any]) -> list[Any]:
         """Wait for the updates that must be applied now, except for offers that are withdrawn meanwhile, and (but in
         strict mode) for a hub that cannot be reached: the node trains on alone."""
-        strict, until = self.settings.mode == "strict", self._clock.monotonic() + STRICT_WAIT_SECONDS
+        strict, until = self.settings.mode == "strict", math.inf
         look_seconds = STRICT_LOOK_SECONDS if strict else self.settings.lost_seconds
         while due := [s for s in self.exchange.state().in_flight if self._is_awaited(s, strict)]:
             try:
                 leaves = self._apply(leaves, self.exchange.wait_update(look_seconds, due[0]))
             except AggregateTimeout as error:
-                if strict and self._clock.monotonic() >= until:
+                now = self._agreed_time()
+                until = min(until, now - look_seconds + STRICT_WAIT_SECONDS)
+                if strict and now >= until:
                     raise AggregateTimeout(f"nothing came for {STRICT_WAIT_SECONDS:g} s. {error}") from None
         return leaves
 
@@ -531,10 +540,11 @@ class DelayedSync:
 
         All brokers at once: a round may wait for all nodes, so a node that waited for one broker would hold up another.
         """
-        left, landed = {n: Drain(one, self._clock.monotonic()) for n, one in enumerate(fragments)}, set[int]()
+        began, landed = self._agreed_time(), set[int]()
+        left = {n: Drain(one, began) for n, one in enumerate(fragments)}
         while left:
             leaves = self._take_all(leaves, landed)
-            now, state = self._clock.monotonic(), self.exchange.state()
+            now, state = self._agreed_time(), self.exchange.state()
             in_flight = {self._tracker.shard_of(sequence) for sequence in state.in_flight}
             for broker, drain in list(left.items()):
                 if broker not in in_flight:
@@ -605,5 +615,18 @@ def _describe_floats(params: Any) -> ModelSpec:
     return model
 
 
+def _check_connected(exchange: Exchange, model: ModelSpec, leaves: Sequence[Any]) -> None:
+    """Raise ModelMismatch for leaves of several processes at a node that is one process."""
+    if isinstance(exchange, Agrees):
+        return
+    for spec, leaf in zip(model, leaves, strict=True):
+        if spans_processes(leaf):
+            raise ModelMismatch(
+                f"the leaf {spec} lies on the devices of several processes, and the node of `connect` is one process. "
+                "Call zmqtrain.connect_as_one in all of them: they are one node then",
+                spec.path,
+            )
+
+
 def _to_host(leaves: Sequence[Any]) -> list[Any]:
-    return [np.array(leaf, np.float32) for leaf in leaves]
+    return [whole_leaf(leaf) if spans_processes(leaf) else np.array(leaf, np.float32) for leaf in leaves]
