@@ -21,12 +21,12 @@ FLOORS = {
     "core": ("core", 1),
     **{name: (name, 2) for name in ("protocol", "codecs", "strategies", "transport", "train", "engine", "checkpoint")},
     **{name: (name, 3) for name in ("averaging", "programs", "monitor")},
-    "session": ("session", 4),
+    **{name: (name, 4) for name in ("session", "records")},
     **{name: (name, 5) for name in ("planning", "collectives", "parameter_server")},
     **{name: (name, 6) for name in ("node", "broker", "pipeline")},
     **{name: (name, 7) for name in ("synchronous", "models", "chaos")},
     "sim": ("sim", 8),
-    **dict.fromkeys(["cli", "__init__", "__main__"], ("door", 9)),
+    **dict.fromkeys(["cli", "report", "__init__", "__main__"], ("door", 9)),
 }
 """First part of a file's path: (room, floor). A file imports from lower floors and from its own room."""
 
@@ -39,7 +39,11 @@ LIVE = (
 SPOKEN_ONLY_IN = {
     "zmq": ("transport/zmq_*.py",),
     "msgpack": ("protocol/framing.py",),
-    "msgspec": ("protocol/framing.py", "protocol/messages.py", "protocol/effects.py", "broker/checkpoint.py"),
+    "msgspec": (
+        *(f"protocol/{name}.py" for name in ("framing", "messages", "effects")),
+        "broker/checkpoint.py",
+        "monitor/record_files.py",
+    ),
     **dict.fromkeys(["jax", "jaxlib", "optax", "flax"], JAX_ROOMS),
     "asyncio": ("transport/*", "session/*", "broker/*", "monitor/*", "planning/probe.py", "chaos/services.py", *LIVE),
     "numba": ("codecs/fast.py",),

@@ -13,6 +13,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import VERSION as __version__
 
 if TYPE_CHECKING:
+    from zmqtrain import records
     from zmqtrain.broker.broker import Broker
     from zmqtrain.collectives.communicator import Communicator, Message
     from zmqtrain.collectives.group import Request, wait_all, wait_any
@@ -46,6 +47,7 @@ __all__ = [
     "load_program",
     "load_model",
     "save_model",
+    "records",
     "ParameterClient",
     "Broker",
     "Communicator",
@@ -103,6 +105,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "records":
+        return import_module("zmqtrain.records")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

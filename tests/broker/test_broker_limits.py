@@ -188,6 +188,7 @@ def test_the_roster_says_what_another_node_would_add_once_that_is_known():
         await peers.until(lambda: peers.told("o#1", Roster))
         said = peers.told("o#1", Roster)[0].hub
         assert (said["noise"], said["gain_next"], said["gain_last"]) == (7.0, *gains(1, 7.0))
+        assert said["rho"] == 1 / 8
 
     lived(story)
 

@@ -111,6 +111,8 @@ def test_the_headline_says_what_another_pc_would_add(nodes: int, gains: tuple[fl
     hub = {"noise": 9.0, "gain_next": gains[0], "gain_last": gains[1]}
     members = [member(f"pc-{number}") for number in range(nodes)]
     assert roster_headline(roster(*members, hub=hub)).endswith(f" · {text}")
+    known = roster_headline(roster(*members, hub=hub | {"rho": 0.1}))
+    assert known.endswith("(correlation of deltas 0.10)") == math.isfinite(gains[0])
 
 
 def test_what_another_pc_would_add_is_not_said_where_no_deltas_of_several_are_shared() -> None:

@@ -11,9 +11,10 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Update
 from zmqtrain.monitor.ledger import lives_of
-from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
+from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder, process_facts
 from zmqtrain.monitor.records import read_records
 from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.messages import Roster
 
 
 class Loss:
@@ -229,3 +230,22 @@ def test_after_the_file_is_closed_nothing_is_written(node):
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match="--record"):
         BrokerRecorder(tmp_path / "no" / "where.jsonl")
+
+
+def test_a_broker_writes_its_reports_ever_less_often_and_the_last_one_always(tmp_path, clock):
+    with BrokerRecorder(tmp_path / "broker.jsonl", process_facts(), clock) as recorder:
+        for version in range(20_000):
+            clock.now += 1.0
+            recorder.stands(Roster(version, ({"name": "pc-1", "loss": float("nan")},), "", 1, 1, 0, 0, 0.5, {}, -1))
+        recorder.ended({"version": 19_999}, [])
+    *reports, end = read_records(recorder.path)
+    assert end["kind"] == "run_end" and {one["kind"] for one in reports} == {"status"}
+    assert [one["version"] for one in reports[:3]] == [0, 1, 2] and reports[-1]["version"] == 19_999
+    assert 1500 < len(reports) < 3000
+    first = reports[0]
+    assert (first["seconds"], first["run_seconds"], first["members"]) == (1.0, 0.5, [{"name": "pc-1", "loss": None}])
+
+
+def test_a_process_says_its_versions():
+    facts = process_facts()
+    assert {"python", "system", "numpy", "pyzmq"} <= facts["versions"].keys() and facts["began"] > 1e9

@@ -66,6 +66,7 @@ def test_a_release_tells_its_contributions_in_order_and_its_bytes_if_they_are_gi
     reduce = Reduce(7, (0,), (CONTRIBUTION,), 2, False)
     plain = release_facts(reduce, 2)
     assert plain["contributions"][0]["peer"] == "pc-1#ab" and plain["contributions"][0]["node"] == "pc-1"
+    assert plain["contributions"][0]["late"] == 0.0
     told = release_facts(reduce, 2, "float32", ((b"ab", b"c"),))
     assert told == {**plain, "codec": "float32", "crc": crc_of_frames([[b"abc"]])}
     json.dumps(told)

@@ -32,7 +32,7 @@ def test_a_quorum_awaits_every_fragment_alone():
     assert waiting.due_at(LIVE) == 5.0 and waiting.take(LIVE, 4.0) == []
     waiting.add(A, Part(1), 2.0)
     assert waiting.due_at(LIVE) == 2.0
-    assert waiting.take(LIVE, 2.0) == [(B, Part(1)), (A, Part(1))]
+    assert waiting.take(LIVE, 2.0) == [(B, Part(1)), (A, Part(1))] and waiting.came == (1.0, 2.0)
     assert waiting.pending == ((A, Part(0)),)
 
 

@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from zmqtrain.strategies.measures import MOST_NODES, WINDOW, NoiseScale, gains, speed_up
+from zmqtrain.strategies.measures import MOST_NODES, WINDOW, NoiseScale, correlation, gains, speed_up
 
 VALUES = 4000
 
@@ -86,3 +86,15 @@ def test_the_gain_of_a_node_is_its_part_of_the_speed():
     assert more == pytest.approx((5 * 8 / 12) / (4 * 8 / 11) - 1)
     assert last == pytest.approx((4 * 8 / 11) / (3 * 8 / 10) - 1)
     assert gains(1, 7.0)[1] == inf
+
+
+@pytest.mark.parametrize("nodes", [2, 8])
+@pytest.mark.parametrize("noise", [0.5, 8.0])
+def test_the_correlation_is_that_of_the_energies_of_a_mean_and_of_its_deltas(nodes, noise):
+    random, values = np.random.default_rng(1), 20_000
+    common = random.standard_normal(values) / np.sqrt(values)
+    deltas = common + np.sqrt(noise / values) * random.standard_normal((nodes, values))
+    energy = np.square(deltas.mean(axis=0)).sum() / np.square(deltas).sum(axis=1).mean()
+    rho = correlation(noise)
+    assert energy == pytest.approx(1 / nodes + (1 - 1 / nodes) * rho, rel=0.03)
+    assert (correlation(0.0), correlation(inf)) == (1.0, 0.0)

@@ -24,7 +24,7 @@ from zmqtrain.protocol.messages import (
     Stop,
     replace_fields,
 )
-from zmqtrain.strategies.measures import gains
+from zmqtrain.strategies.measures import correlation, gains
 
 OTHER_KEYS = (
     "a broker of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "
@@ -82,8 +82,10 @@ class AdminService:
 
     def _broadcast(self, effect: Broadcast) -> None:
         message = self._described(effect.message)
-        if isinstance(message, Roster) and self.watch is not None:
-            self.watch(message)
+        if isinstance(message, Roster):
+            self._core.events.stands(message)
+            if self.watch is not None:
+                self.watch(message)
         if isinstance(message, Schedule):
             self._core.log.scheduled(message)
         for peer in list(self._hub.members):
@@ -101,6 +103,6 @@ class AdminService:
         here: dict[str, Scalar] = {"refused": self._hub.refused, "turned_away": self._access.turned_away}
         here |= {"waits_for_room": self._keeper.waits_for_room, "unsaved": self._keeper.writer.unsaved}
         if (noise := self._core.aggregator.meter.noise) is not None and roster.members:
-            here["noise"] = noise
+            here["noise"], here["rho"] = noise, correlation(noise)
             here["gain_next"], here["gain_last"] = gains(len(roster.members), noise)
         return self._parameters.describe(replace_fields(roster, hub=roster.hub | here))

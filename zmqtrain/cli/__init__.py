@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "what a run can be set to, and what it then does: before it begins",
     "doctor": "whether this PC can train with a hub, and what to fix",
     "keys": "make, list and revoke the keys with which PCs come in",
+    "report": "pictures and tables of a recorded run, or of several, in one file",
     "export": "take the model out of a run, or out of its folder",
     "merge": "make one model of the parts that several brokers wrote",
     "sim": "a run on modelled computers and wires, in virtual time",

@@ -14,12 +14,10 @@ import shlex
 import socket
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from zmqtrain import __version__
 from zmqtrain.broker.broker import Broker
 from zmqtrain.broker.checkpoint import MODEL_FILE, RUNS, RunFolders, part_file
 from zmqtrain.broker.serve import serve
@@ -30,7 +28,8 @@ from zmqtrain.cli.settings import File, Folder, PortOptions, RunOptions, check_h
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.installed import clone_folder, command_word
 from zmqtrain.core.settings import RunSettings, require
-from zmqtrain.monitor.recorder import BrokerRecorder
+from zmqtrain.monitor.recorder import BrokerRecorder, process_facts
+from zmqtrain.monitor.tensorboard import ScalarThread, ScalarWriter
 from zmqtrain.planning.plans import link_share
 from zmqtrain.programs import check_program_arguments, parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
@@ -75,7 +74,10 @@ class BrokerConfig(PortOptions, RunOptions):
     """Listen on the network without keys: everybody who reaches the port can join, and everybody who sees the traffic
     can read it.    For a network that you trust."""
     record: File = None
-    """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again."""
+    """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again, and
+    `zmqtrain report` draws it."""
+    tensorboard: Folder = None
+    """Write scalars of the run and of all nodes to this folder, once a second, for TensorBoard."""
 
     def __post_init__(self) -> None:
         self._read_shard()
@@ -202,7 +204,8 @@ class _BrokerProgram:
     def run(self) -> int:
         config, recorder = self._config, None
         if config.record is not None:
-            recorder = BrokerRecorder(config.record, {"zmqtrain": __version__, "began": time.time()})
+            recorder = BrokerRecorder(config.record, process_facts())
+        scalars = None if config.tensorboard is None else ScalarThread(ScalarWriter(config.tensorboard), self)
         try:
             statistics = serve(
                 config.bind,
@@ -223,6 +226,8 @@ class _BrokerProgram:
             )
         finally:
             self._display.close()
+            if scalars is not None:
+                scalars.close()
             if recorder is not None:
                 recorder.close()
         if self._standby is not None and statistics.version < 0:

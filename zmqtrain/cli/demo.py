@@ -12,16 +12,15 @@ import contextlib
 import json
 import math
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import tyro
-from numpy.typing import NDArray
 from rich.box import HEAVY_HEAD
 from rich.table import Table
 
@@ -32,7 +31,11 @@ from zmqtrain.cli.settings import LogOptions, command, make_folder
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import how_to_install
 from zmqtrain.core.settings import RunSettings, require
+from zmqtrain.monitor.curves import SMOOTHED, first_at, smooth
+from zmqtrain.monitor.records import write_records
+from zmqtrain.monitor.run_tables import load_all
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.report.contents import write_report
 
 PROGRAM = "zmqtrain demo"
 START_SECONDS = 90.0
@@ -49,11 +52,9 @@ ALONE = replace(SHARED, every=1, delay=1, fragments=1, codec="float32", broadcas
 """With these, the run of a single node is the training it would do without a broker, step for step."""
 SCORES = 32
 """How often a run is scored, evenly: the node that scores trains meanwhile nothing, a small share of every run."""
-SMOOTHED, STEEP = 9, 1 / 8
-"""A smoothed loss is that of the line through so many scores, the nearest in time, over the logarithm of the seconds:
-single scores are too noisy to say when a loss was reached. In the first eighth, where the curve is steep, they stay."""
 NOT_SHARED = "nothing"
 KEPT_PACE = 0.8
+REPORT = "report.html"
 COLOURS = {"federation": "#0b6e99", "alone": "#c2571a", "ideal": "#7a7a7a"}
 
 
@@ -68,7 +69,7 @@ class DemoConfig(LogOptions):
     """
 
     output: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path()
-    """Where demo.png and demo.json are written."""
+    """Where demo.png, demo.json and report.html are written."""
     nodes: int = 3
     """How many nodes the federation has."""
     seconds: float = 80.0
@@ -113,12 +114,8 @@ class Curve:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The held-out loss at each point, smoothed: see SMOOTHED."""
-        losses = [point.loss for point in self.points]
-        steep = sum(point.seconds <= STEEP * self.points[-1].seconds for point in self.points) if self.points else 0
-        if len(losses) - steep >= SMOOTHED:
-            losses[steep:] = _lines(np.log([point.seconds for point in self.points[steep:]]), np.array(losses[steep:]))
-        return tuple(losses)
+        """The held-out loss at each point, smoothed as in `monitor.curves`."""
+        return tuple(smooth([point.seconds for point in self.points], [point.loss for point in self.points]).tolist())
 
     @property
     def loss(self) -> float:
@@ -131,22 +128,7 @@ class Curve:
 
     def seconds_to(self, loss: float) -> float:
         """When the smoothed held-out loss first was at or below `loss` (linear between two points), NaN if never."""
-        at = [*zip((point.seconds for point in self.points), self.losses, strict=True)]
-        for (begin, before), (end, after) in pairwise(at):
-            if after <= loss < before:
-                return begin + (before - loss) / (before - after) * (end - begin)
-        return math.nan
-
-
-def _lines(x: NDArray[np.float64], y: NDArray[np.float64]) -> list[float]:
-    """Return at each place the value of the line that fits the SMOOTHED nearest places best."""
-    values = []
-    for index, place in enumerate(x):
-        first = min(max(0, index - SMOOTHED // 2), len(x) - SMOOTHED)
-        near = slice(first, first + SMOOTHED)
-        _, height = np.polyfit(x[near] - place, y[near], 1)
-        values.append(float(height))
-    return values
+        return first_at([point.seconds for point in self.points], self.losses, loss)
 
 
 class Recorder:
@@ -224,13 +206,16 @@ def _run(config: DemoConfig) -> int:
     paced, together_label = pace_sentence(config.pace_seconds), f"{config.nodes} nodes together"
     print(f"{together_label}, then one alone, {config.seconds:.0f} s each; {paced}")
     curves = []
-    for label, settings, nodes in ((together_label, shared, config.nodes), ("one node alone", alone, 1)):
-        curve = _train(label, settings, nodes, config)
-        if curve is None:
-            return 0
-        curves.append(curve)
-    print(f"now the ideal: {ideal_sentence(config.nodes)}")
-    together, single, ideal = *curves, _compute_ideal(config)
+    with tempfile.TemporaryDirectory(prefix="zmqtrain-demo-") as records:
+        for label, settings, nodes in ((together_label, shared, config.nodes), ("one node alone", alone, 1)):
+            curve = _train(label, settings, nodes, config, Path(records) / label)
+            if curve is None:
+                return 0
+            curves.append(curve)
+        print(f"now the ideal: {ideal_sentence(config.nodes)}")
+        curves.append(_compute_ideal(config, Path(records) / "ideal.jsonl"))
+        _write_report(config, Path(records), [*(curve.label for curve in curves[:2]), "ideal.jsonl"])
+    together, single, ideal = curves
     Terminal().print(summary_table(together, single, ideal))
     print(f"({paced})")
     if (kept := min(curve.kept_pace(config.pace_seconds) for curve in curves)) < KEPT_PACE:
@@ -243,9 +228,19 @@ def _run(config: DemoConfig) -> int:
     with _written(config.output / "demo.json") as path:
         path.write_text(json.dumps({**values, "settings": shared.to_dict()}, indent=1) + "\n")
     draw(figure_type, together, single, ideal, config.pace_seconds, config.output / "demo.png")
-    print(f"wrote {config.output / 'demo.png'} and {config.output / 'demo.json'}")
+    print(f"wrote {config.output / 'demo.png'}, {config.output / 'demo.json'} and {config.output / REPORT}")
     print(speed_sentence(together, single, ideal))
     return 0
+
+
+def _write_report(config: DemoConfig, records: Path, places: Sequence[str]) -> None:
+    notes = (
+        f"Pace: {pace_sentence(config.pace_seconds)}.",
+        f"The ideal: {ideal_sentence(config.nodes)}.",
+        "One node alone trains as it would without a broker: the bytes of that run go to a broker on this PC, and need "
+        "not be sent.",
+    )
+    write_report(load_all([records / place for place in places]), config.output / REPORT, "The demo of zmqtrain", notes)
 
 
 def _arguments(run: str, config: DemoConfig) -> str:
@@ -253,8 +248,11 @@ def _arguments(run: str, config: DemoConfig) -> str:
     return f"batch={batch},rate={RATES[run]:g}" + (f",data={config.data}" if config.data else "")
 
 
-def _compute_ideal(config: DemoConfig) -> Curve:
-    """One computer with the batch of all nodes, computed as fast as this PC can: a step takes the pace in its curve."""
+def _compute_ideal(config: DemoConfig, record: Path) -> Curve:
+    """One computer with the batch of all nodes, computed as fast as this PC can: a step takes the pace in its curve.
+
+    record: the file for its records.
+    """
     from zmqtrain.sim.run import simulate  # imports jax: not for --help
     from zmqtrain.sim.scenario import Scenario, SimNode
 
@@ -264,6 +262,7 @@ def _compute_ideal(config: DemoConfig) -> Curve:
         settings=settings, nodes=(node,), evaluate_seconds=config.seconds / SCORES, max_seconds=config.seconds
     )
     result = simulate(scenario)
+    write_records(record, result.records)
     return Curve(
         label="ideal",
         nodes=1,
@@ -274,10 +273,13 @@ def _compute_ideal(config: DemoConfig) -> Curve:
     )
 
 
-def _train(label: str, settings: RunSettings, nodes: int, config: DemoConfig) -> Curve | None:
-    """One run of `config.seconds`, counted from when the first node trains; None if it was interrupted."""
+def _train(label: str, settings: RunSettings, nodes: int, config: DemoConfig, record: Path) -> Curve | None:
+    """One run of `config.seconds`, counted from when the first node trains; None if it was interrupted.
+
+    record: the folder for its records.
+    """
     recorder = Recorder(label, nodes, config.pace_seconds)
-    federation = Federation(settings, nodes, pace_seconds=config.pace_seconds, watch=recorder)
+    federation = Federation(settings, nodes, pace_seconds=config.pace_seconds, record=record, watch=recorder)
     with federation:
         display = Display(federation, f"{label}: {pace_sentence(config.pace_seconds)}")
         with first_interrupt(lambda: display.say("stopping (Ctrl-C again to quit at once)")) as interrupted, display:

@@ -270,7 +270,9 @@ def roster_gain(roster: Roster) -> str:
     another = _ordinal(count + 1)
     article = "an" if another.startswith(("e", "8")) or another in ("11th", "18th") else "a"
     text = f"{article} {another} PC would add {_percent(more, 'about ')}"
-    return text + (f"; the {_ordinal(count)} adds {_percent(last)}" if 0 <= last <= 1 else "")
+    text += f"; the {_ordinal(count)} adds {_percent(last)}" if 0 <= last <= 1 else ""
+    rho = _figure(roster.hub, "rho")
+    return text + (f" (correlation of deltas {rho:.2f})" if 0 <= rho <= 1 else "")
 
 
 def _ordinal(number: int) -> str:

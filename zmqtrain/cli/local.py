@@ -24,10 +24,11 @@ from zmqtrain.broker.standby import ShardPlace
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr, plural, say
 from zmqtrain.cli.ending import first_interrupt
-from zmqtrain.cli.settings import RunOptions, command
+from zmqtrain.cli.settings import Folder, RunOptions, command, make_folder
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import sharing_card
 from zmqtrain.core.settings import RunSettings, require
+from zmqtrain.monitor.recorder import BrokerRecorder, process_facts
 from zmqtrain.protocol.messages import Roster, replace_fields
 from zmqtrain.synchronous.exchanges import read_exchange
 
@@ -56,6 +57,8 @@ class LocalConfig(RunOptions):
     exchange: str = "hub"
     """To train in lockstep: "allreduce:ring", "server:async" ..., as for zmqtrain-node; the run then begins with all
     nodes."""
+    record: Folder = None
+    """Write what happens at the broker and at each node to files in this folder; `zmqtrain report` draws them."""
 
     def __post_init__(self) -> None:
         if read_exchange(self.exchange) is not None and self.start_nodes == 1:
@@ -64,6 +67,8 @@ class LocalConfig(RunOptions):
         require("nodes", self.nodes, 1)
         require("seconds", self.seconds, 0)
         require("pace_seconds", self.pace_seconds, 0)
+        if self.record is not None and (self.shards > 1 or read_exchange(self.exchange) is not None):
+            raise ConfigError("a run of several brokers, or in lockstep, cannot be recorded: leave --record out")
         if not self.program:
             raise ConfigError("zmqtrain local needs a program to train: --program text, or --program image")
         if self.start_nodes > self.nodes:
@@ -96,8 +101,9 @@ class _Child:
 class Federation:
     """A broker, or several brokers, and its node processes on 127.0.0.1, from `with` to the end of the block.
 
-    pace_seconds, exchange: of every node.  pin: give each node a share of the cores.  options: of the broker; each
-    broker and node has a folder of its own in that of `checkpoint`.
+    pace_seconds, exchange: of every node.  pin: give each node a share of the cores.  record: a folder for the records
+    of the broker and of all nodes; None: none are written.  options: of the broker; each broker and node has a folder
+    of its own in that of `checkpoint`.
     At the end of the block the nodes send what they have, then the broker saves and ends.
     """
 
@@ -109,12 +115,14 @@ class Federation:
         pace_seconds: float = 0.0,
         pin: bool = True,
         exchange: str = "hub",
+        record: Path | None = None,
         **options: Unpack[ServeOptions],
     ) -> None:
         self.settings, self.nodes, self.pace_seconds, self.pin = settings, nodes, pace_seconds, pin
         self.exchange, self._options = exchange, options
         checkpoint = options.get("checkpoint")
         self._folder = checkpoint if isinstance(checkpoint, Path) else None
+        self._records, self._recorder = record, None if record is None else make_recorder(record)
         self._brokers: list[BrokerThread] = []
         self._children: list[_Child] = []
         self._members: dict[str, dict[str, int | float | str | bool]] = {}
@@ -145,6 +153,8 @@ class Federation:
             every, keep = options.get("checkpoint_every", ""), options.get("checkpoint_keep", 3)
             place = ShardPlace(shard=shard, shards=shards, first=self.broker.address)
             options = ServeOptions(checkpoint_every=every, checkpoint_keep=keep, place=place)
+        elif self._recorder is not None:
+            options["events"] = self._recorder
         if self._folder is not None:
             options["checkpoint"] = self._folder / ("broker" if shards == 1 else f"shard-{shard}")
         return BrokerThread(HERE, None if shard else self.settings, **options)
@@ -152,6 +162,8 @@ class Federation:
     def stop_brokers(self) -> None:
         """Have the brokers save and end, the first last; raise what ended one that failed. Safe to call twice."""
         with contextlib.ExitStack() as stack:
+            if self._recorder is not None:
+                stack.callback(self._recorder.close)
             for broker in self._brokers:  # the first last
                 stack.callback(broker.stop)
 
@@ -213,6 +225,8 @@ class Federation:
             command += ["--checkpoint", str(self._folder / name), "--new-run"]
             command += ["--checkpoint-every", self._options.get("checkpoint_every", "")]
             command += ["--checkpoint-keep", str(self._options.get("checkpoint_keep", 3))]
+        if self._records is not None:
+            command += ["--record", str(self._records / f"{name}.jsonl")]
         process = subprocess.Popen(
             sharing_card([*command, "--pace-seconds", str(self.pace_seconds), "--exchange", self.exchange]),
             stdin=subprocess.PIPE,
@@ -233,6 +247,12 @@ class Federation:
         lines = [line for line in child.errors.read().decode(errors="replace").splitlines() if line.strip()]
         child.errors.close()
         return Departure(child.name, child.process.returncode, lines[-1].strip() if lines else "")
+
+
+def make_recorder(folder: Path) -> BrokerRecorder:
+    """Return the recorder of a broker that writes in a folder, which is made if it is not there. Raises ConfigError."""
+    make_folder(folder, "--record")
+    return BrokerRecorder(folder / "broker.jsonl", process_facts())
 
 
 def share_of_cores(index: int, nodes: int) -> set[int]:
@@ -263,6 +283,7 @@ def _run(config: LocalConfig) -> int:
         checkpoint_every=config.checkpoint_every,
         checkpoint_keep=config.checkpoint_keep,
         exchange=config.exchange,
+        record=config.record,
         beginning=config.read_beginning(),
     )
     lost: list[Departure] = []

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rich.table import Table
 
-from zmqtrain import __version__
 from zmqtrain.cli.display import (
     Display,
     Terminal,
@@ -53,7 +52,8 @@ from zmqtrain.core.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.core.installed import command_word
 from zmqtrain.core.settings import RunSettings, require
 from zmqtrain.core.specs import parse_bytes
-from zmqtrain.monitor.recorder import NodeRecorder
+from zmqtrain.monitor.recorder import NodeRecorder, process_facts
+from zmqtrain.monitor.tensorboard import ScalarThread, ScalarWriter
 from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP, connect
 from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
@@ -113,7 +113,10 @@ class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
     log_file: File = None
     """Write the log to this file as well."""
     record: File = None
-    """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again."""
+    """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again, and
+    `zmqtrain report` draws it."""
+    tensorboard: Folder = None
+    """Write this node's scalars and the held-out scores to this folder, once a second, for TensorBoard."""
     follow_stdin: bool = False
     """Quit at once when standard input closes: a program that starts nodes as children holds its other end."""
 
@@ -231,10 +234,13 @@ def _run(config: NodeConfig) -> int:
     if config.checkpoint is None or not any(config.checkpoint.glob("checkpoint-*")):  # which may know another place
         check_host(config.hub)
     access = find_access(config.hub, config.server_key, config.keys)
-    facts = {"zmqtrain": __version__, "began": time.time(), "data": config.data}
-    recorder = None if config.record is None else NodeRecorder(config.record, facts)
+    recorder = None
+    if config.record is not None:
+        recorder = NodeRecorder(config.record, {**process_facts(), "data": config.data})
     if recorder is not None:
         interruption.goodbyes.append(recorder.close)
+    writer = None if config.tensorboard is None else ScalarWriter(config.tensorboard)
+    scalars: ScalarThread | None = None
     try:
         with connect(
             config.hub,
@@ -252,6 +258,10 @@ def _run(config: NodeConfig) -> int:
             new_run=config.new_run,
         ) as node:
             interruption.goodbyes.insert(0, node.close)
+            if writer is not None:
+                writer.node = node.name
+                scalars = ScalarThread(writer, node)
+                interruption.goodbyes.append(scalars.close)
             check_shards(config.lockstep, node.settings)  # before it waits for others
             from zmqtrain.train.leaves import host_leaves  # these import jax: not before the hub has answered
             from zmqtrain.train.program_wrappers import on_all_devices
@@ -276,6 +286,8 @@ def _run(config: NodeConfig) -> int:
             threading.Event().wait()
         raise
     finally:
+        if scalars is not None:
+            scalars.close()
         if recorder is not None:
             recorder.close()
     Terminal().print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))

@@ -5,22 +5,38 @@ Rule: what is said to type works as it is printed, in any folder; the project is
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 PACKAGE = Path(__file__).parents[1]
+PACKAGES = (
+    "jax", "jaxlib", "jax-cuda12-plugin", "numpy", "optax", "pyzmq", "msgpack", "msgspec", "numba", "safetensors",
+    "flax",
+)  # fmt: skip
+"""The packages whose versions a record names, where they are installed."""
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
 
 
 def has_nvidia_driver() -> bool:
     """Return whether this PC has the driver of an NVIDIA card."""
     return any(Path(file).exists() for file in DRIVER_FILES) or shutil.which("nvidia-smi") is not None
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python, of the system and of PACKAGES, as far as they are installed; none is imported."""
+    versions = {"python": platform.python_version(), "system": platform.platform()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def sharing_card(command: Sequence[str]) -> list[str]:

@@ -19,17 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.installed import package_versions
 from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Array, Buffer, PeerId, Update, Version
+from zmqtrain.core.types import VERSION, Array, Buffer, PeerId, Update, Version
 from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of, record, release_facts, set_aside
 from zmqtrain.protocol.effects import Contribution, Reduce
-from zmqtrain.protocol.messages import Schedule
+from zmqtrain.protocol.messages import Roster, Schedule, fields_of
 
 logger = logging.getLogger(__name__)
 
 HELD_BYTES = 16 << 20
 """So much of a record waits in memory for a disk that takes no more."""
+STATUS_SECONDS, STATUS_SHARE = 0.9, 0.002
+"""A broker's record has a status as often as the hub reports it, then when the record has become longer by this share:
+some 2,700 in ten hours."""
+
+
+def process_facts() -> dict[str, Any]:
+    """Return what the first record of a process says of it: versions, and the time of day at which it began."""
+    return {"zmqtrain": VERSION, "began": time.time(), "versions": package_versions()}
 
 
 class Recorder:
@@ -112,11 +121,13 @@ class BrokerRecorder(Recorder):
     because it diverges); text: why.  averaged: the run will begin with the mean of these nodes' parameters, in this
     order, unless they find it worse than their own; another mean, if any, is another event.  scheduled: text: why.
     released: nodes: live ones; frames: of its fragments, as sent to every node; left_out: the contributions that the
-    norm gate left out of the sum.  evaluated: samples: of all nodes, in the model.  ended: leaves: of the published
-    shared model, [] if no node founded the run.
+    norm gate left out of the sum.  evaluated: samples: of all nodes, in the model.  stands: of most reports nothing is
+    written; of the last one always.  ended: leaves: of the published shared model, [] if no node founded the run.
     """
 
     _averaged: Sequence[PeerId] = ()
+    _status_due = 0.0
+    _unwritten: Record | None = None  # the last report, if it is not written
 
     def began(self, run: str, settings: RunSettings, version: Version) -> None:
         facts = {"run": run, "version": version, "settings": settings.to_dict()}
@@ -149,7 +160,23 @@ class BrokerRecorder(Recorder):
     def evaluated(self, version: Version, samples: int, scores: Mapping[str, float]) -> None:
         self.write(self.record("evaluation", **{"version": version, "samples": samples, **scores}))
 
+    def stands(self, roster: Roster) -> None:
+        if self._file is None:
+            return
+        facts = fields_of(roster)
+        self._unwritten = one = self.record("status", run_seconds=facts.pop("seconds"), **facts)
+        now = one["seconds"]
+        if now >= self._status_due:
+            self._status_due = now + max(STATUS_SECONDS, STATUS_SHARE * now)
+            self._write_status()
+
+    def _write_status(self) -> None:
+        if self._unwritten is not None:
+            self.write(self._unwritten)
+            self._unwritten = None
+
     def ended(self, figures: Mapping[str, Any], leaves: Sequence[Array]) -> None:
+        self._write_status()
         self.write(self.record("run_end", **{**figures, "crc": crc_of_leaves(leaves) if leaves else None}))
 
 

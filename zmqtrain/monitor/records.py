@@ -2,7 +2,8 @@
 
 Besides "kind" and "seconds" a record has these keys; those of a node also have "node", its name:
 
-    run          run, version (that it was resumed at, -1: new), settings, and what else is known of the broker
+    run          run, version (that it was resumed at, -1: new), settings, and what else is known of the broker:
+                 began (the time of day, in seconds), versions (of packages)
     membership   node, what ("joined", "left", "lost", "killed", "cut", "mended", or what went wrong); of a real run
                  also peer, text (why)
     founding     nodes, peers: whose parameters the run begins with, or whose mean, in this order
@@ -10,11 +11,13 @@ Besides "kind" and "seconds" a record has these keys; those of a node also have 
                  from)
     release      see `release_facts`
     evaluation   version, samples (in the shared model by then), and its scores on held-out data
+    status       a Roster, every second at first and less often later (`recorder.STATUS_SHARE`); `zmqtrain status
+                 --watch --json` writes such lines too, without "kind"
     run_end      version, samples, contributions, refused, and, as far as they are known, steps, dropped, bytes_up,
                  bytes_down, the shared model's scores, and its crc
 
     node         peer, run, version (of its checkpoint, -1: none), program, program_arguments, founded (the run has
-                 parameters, as far as the node knows), and what else is known
+                 parameters, as far as the node knows), and what else is known, as of a broker
     unit         unit: it begins to train on this data unit
     step         step, loss (of the step's batch, before it), samples (in all its steps, if known); a real node writes
                  it a step late, because nobody waits for a loss
@@ -110,6 +113,7 @@ def release_facts(
                 "samples": one.samples,
                 "score": one.score,
                 "staleness": one.staleness,
+                "late": one.late,
                 "too_stale": one.too_stale,
                 "left_out": (one.peer, one.sequence) in out,
             }

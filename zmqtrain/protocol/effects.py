@@ -157,7 +157,10 @@ class Accumulate(Effect, frozen=True):
 
 
 class Contribution(Effect, frozen=True):
-    """One publish of a round. staleness: versions that its base is behind; too_stale: it lands with no weight."""
+    """One publish of a round. staleness: versions that its base is behind; too_stale: it lands with no weight.
+
+    late: how many seconds it came after the first one of its round.
+    """
 
     peer: PeerId
     sequence: int
@@ -167,6 +170,7 @@ class Contribution(Effect, frozen=True):
     base_version: Version
     staleness: int
     too_stale: bool = False
+    late: float = 0.0
 
 
 class Reduce(Effect, frozen=True):

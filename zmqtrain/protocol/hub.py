@@ -801,6 +801,8 @@ class Hub:
         if not self.complete:  # the first began with so many at once; here they come one after another
             self.complete = len(self.members.training) >= self.settings.start_nodes
         while self.complete and (taken := self.rounds.take(self.awaited, now)):
+            first = min(self.rounds.came)
+            late = {id(publish): came - first for (_, publish), came in zip(taken, self.rounds.came, strict=True)}
             if self.rounds.rule.one_each:
                 # a stated order: the sum of floats depends on it (strict mode is bit-identical)
                 taken.sort(key=lambda one: one[0])
@@ -811,7 +813,7 @@ class Hub:
             reduce = Reduce(
                 version=self.version + 1,
                 fragments=tuple(sorted({publish.fragment for _, publish in taken})),
-                contributions=tuple(self._contribution(peer, publish) for peer, publish in taken),
+                contributions=tuple(self._contribution(peer, one, late[id(one)]) for peer, one in taken),
                 live=len(senders) if self.exchange else everybody,
                 dense=any(publish.dense for _, publish in taken),
                 plain=bool(self.exchange),
@@ -828,7 +830,7 @@ class Hub:
                 self.began_at = now
         return effects
 
-    def _contribution(self, peer: PeerId, publish: Publish) -> Contribution:
+    def _contribution(self, peer: PeerId, publish: Publish, late: float) -> Contribution:
         staleness = self.version - publish.base_version
         return Contribution(
             peer=peer,
@@ -839,6 +841,7 @@ class Hub:
             base_version=publish.base_version,
             staleness=staleness,
             too_stale=self._too_stale(staleness) and self.settings.stale == "drop" and not publish.dense,
+            late=late,
         )
 
     def _too_stale(self, staleness: int) -> bool:

@@ -317,6 +317,8 @@ class Rounds:
     def __init__(self, rule: ReleaseRule, intervals: Intervals | None = None) -> None:
         self.rule = rule
         self.paces = Paces(intervals)
+        self.came: tuple[float, ...] = ()
+        """When each of the contributions came that `take` has returned last, in their order."""
         self._waiting: list[tuple[PeerId, float, Publish]] = []
         self._released_at: float | None = None
 
@@ -347,16 +349,18 @@ class Rounds:
         self._released_at = due  # not `now`: a late look must not delay the rounds that follow
         taken: list[tuple[PeerId, Publish]] = []
         kept: list[tuple[PeerId, float, Publish]] = []
+        times: list[float] = []
         open_to = set(self.rule.admitted(view))
         for peer, came, contribution in self._waiting:
             if peer in open_to:
                 taken.append((peer, contribution))
+                times.append(came)
                 self.paces.landed[peer] += 1
                 if self.rule.one_each:
                     open_to.discard(peer)
             else:
                 kept.append((peer, came, contribution))
-        self._waiting = kept
+        self._waiting, self.came = kept, tuple(times)
         return taken
 
     def _view(self, live: Set[PeerId]) -> RoundView:
@@ -386,6 +390,8 @@ class FragmentRounds:
         self.rule, self._together = rule, together
         self._intervals = Intervals()
         self._of_fragment: dict[int, Rounds] = {}
+        self.came: tuple[float, ...] = ()
+        """As `Rounds.came`, of the round that was taken last."""
 
     def add(self, peer: PeerId, contribution: Publish, now: float) -> None:
         fragment = contribution.fragment if self.rule.by_fragment else 0
@@ -411,7 +417,12 @@ class FragmentRounds:
     def take(self, live: Set[PeerId], now: float) -> list[tuple[PeerId, Publish]]:
         """Return the contributions of the round that was due first, and by `now`, and forget them; [] when none is."""
         due, fragment = min(self._due(live), default=(inf, 0))
-        return self._of_fragment[fragment].take(live, now) if due <= now else []
+        if due > now:
+            return []
+        rounds = self._of_fragment[fragment]
+        taken = rounds.take(live, now)
+        self.came = rounds.came
+        return taken
 
     def _due(self, live: Set[PeerId]) -> list[tuple[float, int]]:
         rounds = self._of_fragment.items()

@@ -6,7 +6,8 @@ With deltas g_i = g + noise_i, of c_i deltas by node i in a window, G_i their su
     s^2 = (sum |G_i|^2 - |g|^2 sum c_i^2) / sum c_i
 
 are unbiased, and B = s^2 / |g|^2 is the noise scale in units of one node's delta: with B nodes, half of
-the mean's energy is noise.
+the mean's energy is noise.  rho = 1 / (1 + B) is the correlation of two nodes' deltas: |mean|^2 / mean |g_i|^2 is
+1 / n + (1 - 1 / n) rho in expectation.
 With one delta a node this is (n |mean|^2 - mean |g_i|^2) / (n - 1) and n / (n - 1) (mean |g_i|^2 - |mean|^2).
 
 Rule 1: a window holds several deltas of each node, because one delta shows too little: momentum spreads the noise of a
@@ -45,6 +46,11 @@ def speed_up(nodes: int, noise: float) -> float:
     noise: B, from 0 to inf.
     """
     return float(nodes) if noise == inf else nodes * (1 + noise) / (nodes + noise)
+
+
+def correlation(noise: float) -> float:
+    """Return the correlation rho of two nodes' deltas, from 0 to 1. noise: B, from 0 to inf."""
+    return 1 / (1 + noise)
 
 
 def gains(nodes: int, noise: float) -> tuple[float, float]:
