@@ -42,6 +42,12 @@ def test_a_model_that_fits_one_node_is_no_pipeline(capsys):
     assert "not worth it" in document["advice"] and "--step-ms" in document["advice"]
 
 
+def test_a_pipeline_that_is_asked_for_and_costs_speed_is_not_worth_it(capsys):
+    _, document = asked(capsys, "--memory", "24GB", "--pipeline", "4")
+    assert [len(one["stages"]) for one in document["pipelines"]] == [4]
+    assert document["advice"].startswith("Not worth it") and "4 of 1 node" in document["advice"]
+
+
 def test_a_wire_that_is_slower_than_the_nodes_is_named(capsys):
     code, document = asked(capsys, "--params", "100M", "--memory", "1.2GB", "--link", "100mbit")
     (pipeline,) = document["pipelines"]

@@ -47,6 +47,8 @@ ROWS: tuple[tuple[ScheduleName, Depth], ...] = (
     ("gpipe", "eager"), ("1f1b", "textbook"), ("1f1b", "eager"), ("2bw", "eager"),
 )  # fmt: skip
 BOUNDARIES = ("bf16", "int8")
+BETTER = 1.001
+"""A plan with so many times the tokens is another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +110,15 @@ def run_pipeline_plan(options: PipelineOptions, question: PipelineQuestion, as_j
     pcs, console = pcs_of(options, question), Terminal()
     link = LinkModel(PAYLOAD * question.link_bits)
     segments = segments_of(options, question)
+
+    def plan_of(size: int) -> Partition:
+        return partition(
+            segments, pcs, options.micro_batches, schedule=options.schedule, link=link, pcs_per_pipeline=size
+        )
+
     try:
-        plan = partition(
-            segments, pcs, options.micro_batches, schedule=options.schedule, link=link,
-            pcs_per_pipeline=options.pipeline,
-        )  # fmt: skip
+        plan = plan_of(options.pipeline)
+        best = plan_of(0) if options.pipeline else plan
     except DoesNotFit as error:
         if as_json:
             facts = {"segment": error.segment, "needed_bytes": error.needed_bytes, "advice": str(error)}
@@ -123,14 +129,15 @@ def run_pipeline_plan(options: PipelineOptions, question: PipelineQuestion, as_j
         return DOES_NOT_FIT
     longest = max(plan.pipelines, key=lambda one: len(one.stages))
     row = simulated_row(options, question, pcs, longest, link)
+    advice = advice_of(plan, best, options)
     if as_json:
-        print(json.dumps(_as_json(options, plan, row, advice_of(plan, options))))
+        print(json.dumps(_as_json(options, plan, row, advice)))
         return 0
     console.print(_figures(options, question, plan, longest, link))
     console.print(_stages_table(plan, segments, pcs))
     if len(longest.stages) > 1:
         console.print(_row_table(row))
-    console.print(advice_of(plan, options), soft_wrap=True)
+    console.print(advice, soft_wrap=True)
     return 0
 
 
@@ -252,8 +259,14 @@ def _simulated(
     return simulate_pipeline(schedule, models, pipeline.micro_batches, steps=steps, link=link).efficiency
 
 
-def advice_of(plan: Partition, options: PipelineOptions) -> str:
-    """Return whether a pipeline is worth it, and why."""
+def advice_of(plan: Partition, best: Partition, options: PipelineOptions) -> str:
+    """Return whether a pipeline is worth it, and why. best: of any number of nodes a pipeline."""
+    tokens, most = (options.tokens * one.micro_batches_per_second for one in (plan, best))
+    if most > tokens * BETTER:
+        return (
+            f"Not worth it: without --pipeline {options.pipeline} these nodes do {format_count(most)} tokens/s, as "
+            f"{_counts(best)}, not {format_count(tokens)}."
+        )
     several = [one for one in plan.pipelines if len(one.stages) > 1]
     whole = len(plan.pipelines) - len(several)
     if not several:
@@ -262,7 +275,7 @@ def advice_of(plan: Partition, options: PipelineOptions) -> str:
             "A pipeline is not worth it: the model fits one node, and nodes that hold all of it have no bubble. Plan "
             f"them without --tokens, with --step-ms {1000 * seconds:.3g} for a batch of {options.tokens:,} tokens."
         )
-    said = [f"Worth it: no {'card' if options.cards == 1 else 'node'} of these pipelines holds the model."]
+    said = ["Worth it: so these nodes train the most tokens a second that their memory allows."]
     if whole:
         said.append(f"Nodes that hold all of it: {whole}; they train beside the pipelines, without a bubble.")
     for one in several:
@@ -287,14 +300,10 @@ def _figures(
 ) -> Table:
     layers, width, _ = shape_of(options, question)
     (carry,) = {one.wire_bytes for one in segments_of(options, question)}
-    lengths = [len(one.stages) for one in plan.pipelines]
-    counts = ", ".join(
-        f"{lengths.count(length)} of {plural(length, 'node')}" for length in sorted(set(lengths), reverse=True)
-    )
     tokens = plan.micro_batches_per_second * options.tokens
     rows = {
         "model": f"{plural(layers, 'layer')}, width {width:,}",
-        "pipelines": counts + (f"; not used: {', '.join(plan.unused)}" if plan.unused else ""),
+        "pipelines": _counts(plan) + (f"; not used: {', '.join(plan.unused)}" if plan.unused else ""),
         "schedule": f"{options.schedule}, {options.micro_batches} micro-batches of {options.tokens:,} tokens",
         "compute": f"{1000 * max(one.seconds for one in longest.stages):.0f} ms a micro-batch at the busiest stage",
         "a hop": f"{format_bytes(carry or 0)} ({options.boundary}), {1000 * link.seconds(carry or 0):.0f} ms",
@@ -312,6 +321,14 @@ def _figures(
             del rows[name]
     title = f"{format_count(question.parameters)} parameters, {plural(question.nodes, 'node')}"
     return figures_table(rows, title)
+
+
+def _counts(plan: Partition) -> str:
+    """Return how many pipelines there are of how many nodes."""
+    lengths = [len(one.stages) for one in plan.pipelines]
+    return ", ".join(
+        f"{lengths.count(length)} of {plural(length, 'node')}" for length in sorted(set(lengths), reverse=True)
+    )
 
 
 def _stages_table(plan: Partition, segments: Sequence[SegmentCost], pcs: Sequence[PC]) -> Table:
