@@ -61,7 +61,7 @@ from report import BusyMeter, format_rate, parse_rate, print_table, write_json
 from shared_cores import Shared, Work, load_on, predict_on
 from star import Star
 
-__all__ = ["Case", "read_options", "default_cases", "measure", "work_alone", "main"]
+__all__ = ["Case", "read_options", "default_cases", "measure", "measure_on", "work_alone", "main"]
 
 STEP_SECONDS = 0.05
 LONGEST_PERIOD_STEPS, PERIOD_STEPS = 16, 12
@@ -159,7 +159,12 @@ def _lockstep_cases(options: argparse.Namespace) -> list[lockstep.Case]:
 def measure(case: Case) -> dict[str, Any]:
     """Build a star, run the case on it and return its row. Raises RuntimeError if a process fails or hangs."""
     with Star(case.nodes, case.rate) as star:
-        return _row(case, star, *_run(case, star)) | {"congestion_control": star.congestion_control}
+        return measure_on(case, star) | {"congestion_control": star.congestion_control}
+
+
+def measure_on(case: Case, star: Star) -> dict[str, Any]:
+    """Run the case on a star that is there and return its row. Raises RuntimeError as `measure` does."""
+    return _row(case, star, *_run(case, star))
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ FLOORS = {
     **{name: (name, 6) for name in ("node", "broker", "pipeline")},
     **{name: (name, 7) for name in ("synchronous", "models", "chaos")},
     "sim": ("sim", 8),
-    **dict.fromkeys(["cli", "report", "__init__", "__main__"], ("door", 9)),
+    **dict.fromkeys(["cli", "page", "report", "__init__", "__main__"], ("door", 9)),
 }
 """First part of a file's path: (room, floor). A file imports from lower floors and from its own room."""
 
@@ -45,7 +45,10 @@ SPOKEN_ONLY_IN = {
         "monitor/record_files.py",
     ),
     **dict.fromkeys(["jax", "jaxlib", "optax", "flax"], JAX_ROOMS),
-    "asyncio": ("transport/*", "session/*", "broker/*", "monitor/*", "planning/probe.py", "chaos/services.py", *LIVE),
+    "asyncio": (
+        *("transport/*", "session/*", "broker/*", "monitor/*", "planning/probe.py", "chaos/services.py"),
+        *("page/server.py", *LIVE),
+    ),
     "numba": ("codecs/fast.py",),
     **dict.fromkeys(["pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"], ()),
 }

@@ -183,6 +183,18 @@ MISTAKES: dict[str, list[Mistake]] = {
             _typed("status"),
         ),
         Mistake(
+            "`zmqtrain page records` where there is no such folder",
+            ("there is no folder", "the address of a broker"),
+            "Name the folder of the records, or the address of a broker that runs",
+            lambda place: ["page", str(place.folder / "records")],
+        ),
+        Mistake(
+            "`zmqtrain page tcp://hub:5555 --bind 5560`",
+            ("--bind is HOST:PORT", "not '5560'"),
+            "Say where the page is served, as `127.0.0.1:5560`",
+            lambda place: ["page", place.open, "--bind", "5560"],
+        ),
+        Mistake(
             "`zmqtrain-broker --every often`",
             ("Error parsing --every: every is auto, or a number of at least 1",),
             "Say `auto`, or a number of steps",
@@ -254,6 +266,12 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("cannot come in at tcp://", "it wants keys", "or it is no zmqtrain-broker"),
             "Another program has that port: correct the port",
             lambda place: ["status", place.other, "--wait-seconds", "20"],
+        ),
+        Mistake(
+            "`zmqtrain page`, and no broker runs",
+            ("no broker answers", "tcp://"),
+            "Start the broker first; a page that runs finds a broker again by itself",
+            lambda place: ["page", place.closed, "--wait-seconds", "0.2"],
         ),
         Mistake(
             "`zmqtrain doctor`, and no broker runs",

@@ -104,3 +104,27 @@ def test_a_newcomer_is_told_how_many_samples_are_in_the_run():
     hub.samples = 4096
     ((_, welcome),) = sent(hub.receive("b", Hello("b"), 0.0), Welcome)
     assert welcome.samples == 4096
+
+
+def test_versions_of_packages_and_data_are_named_where_they_differ_from_those_of_most_nodes():
+    hub = live_hub("a", "b", "c")
+    for peer, versions in (("a", "zmqtrain 2"), ("b", "zmqtrain 2"), ("c", "zmqtrain 1")):
+        report(hub, peer, software=versions, data="0a/11")
+    found = rows(hub)
+    assert hub.roster(1.0).hub["software"] == "zmqtrain 2"
+    assert [found[name].get("software") for name in "abc"] == [None, None, "zmqtrain 1"]
+    assert not any("other_data" in row for row in found.values())
+    report(hub, "b", data="0b/11")
+    found = rows(hub)
+    assert found["b"]["other_data"] is True and "software" not in found["b"]
+    with pytest.raises(RemoteProtocolError, match="a Report of that length"):
+        report(hub, "a", software="x" * 65)
+    with pytest.raises(RemoteProtocolError, match="a Report of that length"):
+        report(hub, "a", software="\x1b[31m")
+
+
+def test_a_row_says_how_long_its_node_was_silent_and_how_many_offers_it_has_put_off():
+    hub = live_hub("a")
+    report(hub, "a", offers_refused=5)
+    (row,) = hub.roster(2.0).members
+    assert (row["silent"], row["put_off"]) == (2.0, 5)

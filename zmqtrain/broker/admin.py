@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from zmqtrain.broker.checkpoint import Keeper
 from zmqtrain.broker.core import BrokerCore, EffectHandlers, LoadMeter, MessageHandlers
-from zmqtrain.broker.deltas import PendingUploads
+from zmqtrain.broker.deltas import PendingUploads, Receiver
 from zmqtrain.core.errors import ZmqTrainError
 from zmqtrain.core.types import VERSION, PeerId
 from zmqtrain.parameter_server.parameters import Parameters
@@ -24,6 +26,7 @@ from zmqtrain.protocol.messages import (
     Stop,
     replace_fields,
 )
+from zmqtrain.session.environment import clock, environment
 from zmqtrain.strategies.measures import correlation, gains
 
 OTHER_KEYS = (
@@ -40,11 +43,17 @@ class AdminService:
     """The rights of peers and the status of the run. watch: called in the broker's loop with every roster, if set."""
 
     def __init__(
-        self, core: BrokerCore, loads: LoadMeter, uploads: PendingUploads, keeper: Keeper, parameters: Parameters
+        self,
+        core: BrokerCore,
+        loads: LoadMeter,
+        uploads: PendingUploads,
+        receiver: Receiver,
+        keeper: Keeper,
+        parameters: Parameters,
     ) -> None:
         self._core, self._hub, self._access = core, core.hub, core.access
-        self._loads, self._uploads, self._keeper = loads, uploads, keeper
-        self._parameters = parameters
+        self._loads, self._uploads, self._receiver, self._keeper = loads, uploads, receiver, keeper
+        self._parameters, self._virtual = parameters, environment().virtual
         self.watch: Callable[[Roster], None] | None = None
         self.messages: MessageHandlers = {Hello: self._hello, Stop: self._stop, Report: self._report}
         self.effects: EffectHandlers = {SendTo: self._send, Broadcast: self._broadcast, Answer: self._answer}
@@ -99,10 +108,25 @@ class AdminService:
         return self.describe(message) if isinstance(message, Roster) else message
 
     def describe(self, roster: Roster) -> Roster:
-        """Add to a roster of the hub's what only the broker knows: its disk, its noise, its keys."""
+        """Add to a roster of the hub's what only the broker knows: its disk, its load, its noise, its keys."""
         here: dict[str, Scalar] = {"refused": self._hub.refused, "turned_away": self._access.turned_away}
         here |= {"waits_for_room": self._keeper.waits_for_room, "unsaved": self._keeper.writer.unsaved}
+        here |= {"bytes_in": self._receiver.bytes_received, "bytes_out": self._core.downlink.bytes_sent}
+        if rate := self._loads.known_rate:
+            here["port_rate"] = rate
+        if not self._virtual:  # there a message's size, and so its time, must not depend on this machine
+            here |= {"saved_version": self._keeper.saved_version, "cpu_seconds": time.process_time()}
+            here["memory_bytes"] = resident_bytes()
         if (noise := self._core.aggregator.meter.noise) is not None and roster.members:
             here["noise"], here["rho"] = noise, correlation(noise)
             here["gain_next"], here["gain_last"] = gains(len(roster.members), noise)
-        return self._parameters.describe(replace_fields(roster, hub=roster.hub | here))
+        recent = self._core.log.recent.rows(self._hub.seconds(clock.monotonic()))
+        return self._parameters.describe(replace_fields(roster, hub=roster.hub | here, events=recent))
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process has; 0 where the system does not say (it has no /proc)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -153,9 +153,9 @@ class Broker:
         self.groups = GroupService(self.core)
         name, keeper = f"keys-{secrets.token_hex(4)}", ParameterKeeper(self.folder)
         self.parameters = Parameters(self.downlink, self.codec, name, keeper, every.seconds)
-        self.admin = AdminService(self.core, self.loads, self.uploads, self.keeper, self.parameters)
-        self.admin.watch = options.watch
         self.receiver = Receiver(self.core, self.uploads, self.parameters)
+        self.admin = AdminService(self.core, self.loads, self.uploads, self.receiver, self.keeper, self.parameters)
+        self.admin.watch = options.watch
         self.messages: MessageHandlers = {}
         self.effects: EffectHandlers = {Disconnect: self._disconnect}
         self.core.dispatch_to(

@@ -376,7 +376,8 @@ class Keeper:
         self._every = every or Every()
         self.writer = BackgroundWriter("checkpoints", "the run", clock)
         self._ending = threading.Event()
-        self._saved_version = -1  # of the newest checkpoint that is written
+        self.saved_version: Version = -1
+        """The version of the newest checkpoint that is written; -1: there is none."""
         self._begun_version, self._begun_at = -1, clock.monotonic()
         self._kept_version = -1
         self._no_journal_since: Version | None = None  # there was no room to begin it at this version
@@ -461,14 +462,14 @@ class Keeper:
             text = "%s has lost what was released after version %d: the checkpoint of version %d is torn, and the "
             logger.warning(text + "journal before it ends there", hub.run, hub.version, folder.skipped)
         self._moments = _moments(arrays) if hub.version == 0 else ()
-        self._saved_version = saved
+        self.saved_version = saved
         self._begun_version = self._kept_version = hub.version
         if self._every.together:  # a replayed version is not exact, so no node goes back to it
             hub.await_all(folder.good_versions())
         else:
             try:
                 folder.save(hub.version, hub.state(), self._arrays(aggregator))
-                self._saved_version = hub.version
+                self.saved_version = hub.version
             except CheckpointError as error:
                 self.writer.put_off(str(error))
         self._begin_journal(folder, hub.version)
@@ -486,7 +487,7 @@ class Keeper:
         self._folder.forget_after(version)
         aggregator.restore(version, arrays)
         self._begin_journal(self._folder, version)
-        self._saved_version = self._begun_version = self._kept_version = version
+        self.saved_version = self._begun_version = self._kept_version = version
         self._moments = _moments(arrays) if version == 0 else ()
         return state, self._moments
 
@@ -526,7 +527,7 @@ class Keeper:
         together: asked at its release, when it is saved if all save at the same versions.
         """
         now = clock.monotonic()
-        if self._folder is None or version <= self._saved_version or together != self._every.together:
+        if self._folder is None or version <= self.saved_version or together != self._every.together:
             return False
         again = now >= self.writer.retry_at
         newer = version > self._begun_version
@@ -560,7 +561,7 @@ class Keeper:
 
         def write() -> None:
             folder.save(version, state, arrays)
-            self._saved_version, self._begun_version = version, max(version, self._begun_version)
+            self.saved_version, self._begun_version = version, max(version, self._begun_version)
 
         if wait:
             folder.begin_journal(version)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from zmqtrain.protocol.effects import HubEffect, Reduce
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.initialization import sends_optimizer_state
-from zmqtrain.protocol.messages import Message, Quarantine, Refused, Report, Schedule, printable
+from zmqtrain.protocol.messages import Message, Quarantine, Refused, Report, Scalar, Schedule, printable
 from zmqtrain.protocol.standby import TAKES_OVER
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.environment import CodecExecutor, EffectQueue, clock
@@ -186,6 +187,11 @@ class LoadMeter:
     def port_measured(self) -> float:
         return self._downlink.port_measured
 
+    @property
+    def known_rate(self) -> float:
+        """The rate of this machine's port, in bytes per second: the configured one, or as measured; 0: not known."""
+        return self._share.rate or self._downlink.port_measured
+
     def contribution_seconds(self) -> float:
         """Return the CPU seconds of the codec thread per contribution, all its work; 0 while too few were seen."""
         count, seconds = self._hub.contributions, self._codec.seconds
@@ -208,14 +214,50 @@ class NoEvents:
         return lambda *facts: None
 
 
+RECENT_SECONDS, MOST_RECENT = 10.0, 64
+"""An event is in the rosters of so many seconds; a roster has so many at most."""
+
+
+class RecentEvents:
+    """The events of the last seconds, for people who watch the run: a Roster carries them.
+
+    An event has a number that grows, the seconds of the run, what it is ("joined", "left", "lost", "again",
+    "quarantined", "acquitted", "taken back", "refused", "plan", "stopping", "standby"), the node and a text. One that
+    is repeated while it is in the rosters is left out: a peer cannot fill them.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[float, dict[str, Scalar]]] = deque(maxlen=MOST_RECENT)
+        self._count = 0
+
+    def add(self, seconds: float, what: str, node: str, text: str) -> None:
+        """seconds: of the run."""
+        told = {"what": what, "node": printable(node), "text": printable(text)}
+        self._forget(seconds)
+        if any(told.items() <= event.items() for _, event in self._events):
+            return
+        self._count += 1
+        self._events.append((seconds, {"number": self._count, "seconds": round(seconds, 3), **told}))
+
+    def rows(self, seconds: float) -> tuple[dict[str, Scalar], ...]:
+        """Return the events of the last RECENT_SECONDS, the oldest first."""
+        self._forget(seconds)
+        return tuple(event for _, event in self._events)
+
+    def _forget(self, seconds: float) -> None:
+        while self._events and seconds - self._events[0][0] > RECENT_SECONDS:
+            self._events.popleft()
+
+
 class BrokerLog:
-    """The log lines of one hub, and the events that go with them.
+    """The log lines of one hub, and the events that go with them: recorded, and in `recent` for the next rosters.
 
     Lines that peers cause are rate-limited, and their text is bounded.
     """
 
     def __init__(self, hub: Hub, events: BrokerRecorder) -> None:
         self._hub, self._events = hub, events
+        self.recent = RecentEvents()
         self._log = RateLimitedLogger(logger)
         self._called: dict[PeerId, str] = {}  # names of the peers that were logged last
         self._said: dict[tuple[str, PeerId], None] = {}  # what was logged of a node, and is logged once
@@ -237,6 +279,10 @@ class BrokerLog:
         chosen = (schedule.every, schedule.delay, schedule.codec, schedule.outer)
         logger.info("from version %d: k = %d, d = %d, %s, %s: %s", schedule.from_version, *chosen, why)
         self._events.scheduled(schedule, why)
+        text = (
+            f"k = {schedule.every}, d = {schedule.delay}, {schedule.codec} from version {schedule.from_version}: {why}"
+        )
+        self._tell("plan", "", text)
 
     def overflowed(self, version: Version, reduce: Reduce) -> None:
         names = self._names(peer for peer, _ in reduce.landed)
@@ -300,6 +346,7 @@ class BrokerLog:
             logger.warning(text + "that it would have had", self._hub.settings.start_nodes, self._hub.version)
 
     def stopping(self, peer: PeerId, nodes: int) -> None:
+        self._tell("stopping", "", "an operator ends the run")
         what = "one node sends what it has computed, and ends" if nodes == 1 else "no node is here"
         if nodes > 1:
             what = f"{nodes} nodes send what they have computed, and end"
@@ -338,20 +385,21 @@ class BrokerLog:
         if (member := self._hub.members.get(peer)) is not None and not member.is_node:
             return self._log.info("%s takes a copy of version %d", self._name(peer), version)
         self._log.info("%s joined at version %d (%s)", self._name(peer), version, self._count_nodes("train"))
-        self._events.member(peer, "joined", f"at version {version}")
+        self._member(peer, "joined", f"at version {version}")
 
     def refused(self, peer: PeerId, error: Exception) -> None:
+        self._tell("refused", self._name(peer), str(error))
         self._log.warning("refused what %s sent: %s", self._name(peer), error)
 
     def quarantined(self, peer: PeerId, quarantine: Quarantine) -> None:
         text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
         logger.warning("%s is quarantined %s", self._name(peer), text)
-        self._events.member(peer, "quarantined", text)
+        self._member(peer, "quarantined", text)
 
     def taking_back(self, peer: PeerId, version: Version, before: Version) -> None:
         text = f"what was published since version {version} is taken back (the run was at {before})"
         logger.warning("%s has diverged, and was a part of the last versions: %s", self._name(peer), text)
-        self._events.member(peer, "taken back", text)
+        self._member(peer, "taken back", text)
 
     def rebased(self, peers: Sequence[PeerId], why: str) -> None:
         """The norm gate refuses so many nodes that it may be wrong. why: it is not made wider, "" if it is."""
@@ -369,7 +417,7 @@ class BrokerLog:
         )
         logger.warning(text, names)
         for peer in peers:
-            self._events.member(peer, "acquitted", "the norm gate is made wider toward the size of its deltas")
+            self._member(peer, "acquitted", "the norm gate is made wider toward the size of its deltas")
 
     def message_failed(self, peer: PeerId) -> None:
         self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
@@ -389,12 +437,20 @@ class BrokerLog:
         elif reason == "standby":
             rest = "" if text.endswith(TAKES_OVER) else "; the nodes go on here without it"
             logger.warning("the standby left: %s%s", text, rest)
+            self._tell("standby", "", f"the standby left: {text}{rest}")
         elif reason == "broker":
             self._log.warning("%s left: %s; its shard is exchanged again when it is back", self._name(peer), text)
         else:
             self._log.log(level, "%s left: %s (%s)", self._name(peer), text, self._count_nodes("remain"))
         if reason not in ("observer", "process", "broker", "standby"):
-            self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
+            self._member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
+
+    def _member(self, peer: PeerId, what: str, text: str) -> None:
+        self._events.member(peer, what, text)
+        self._tell(what, self._name(peer), text)
+
+    def _tell(self, what: str, node: str, text: str) -> None:
+        self.recent.add(self._hub.seconds(clock.monotonic()), what, node, text)
 
     def _names(self, peers: Iterable[PeerId]) -> str:
         return ", ".join(map(self._name, peers))

@@ -19,6 +19,7 @@ COMMANDS = {
     "node": "train on this PC as a node of a run",
     "local": "a broker and several nodes on this PC, to try out",
     "status": "show how a run stands",
+    "page": "show a run in a browser",
     "programs": "the programs that nodes can train, and their arguments",
     "stop": "end a run: its nodes send what they have and end, its broker saves",
     "promote": "tell a standby to take over its run",

@@ -12,9 +12,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from zmqtrain.core.types import VERSION
 
 PACKAGE = Path(__file__).parents[1]
 PACKAGES = (
@@ -37,6 +40,16 @@ def package_versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
+
+
+@cache
+def software() -> str:
+    """Return the versions that nodes of one run should share, as "zmqtrain 0.2.0, Python 3.11.2, jax 0.7.0"."""
+    try:
+        jax = f", jax {version('jax')}"
+    except PackageNotFoundError:
+        jax = ""
+    return f"zmqtrain {VERSION}, Python {platform.python_version()}{jax}"
 
 
 def sharing_card(command: Sequence[str]) -> list[str]:

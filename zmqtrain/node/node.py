@@ -30,6 +30,7 @@ from zmqtrain.core.errors import (
     NonFiniteDelta,
     ZmqTrainError,
 )
+from zmqtrain.core.installed import software
 from zmqtrain.core.interfaces import Dialer, Layout, Population
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import (
@@ -128,6 +129,8 @@ class Node(NullListener):
         self.idle: Callable[[], None] | None = None
         """Called in the training thread, now and then, while it waits for a data unit."""
         self.progress: Progress = Progress(self.clock, here.virtual) if first is None else first.progress
+        if not here.virtual:  # there a message's size, and so its time, must not depend on this machine
+            self.progress.software = software()
         self.restarts, self.offers, self.inbox = Restarts(), Offers(), Inbox()
         self.codec = NodeCodec(self, self.offers, self.inbox, self.restarts, options.codec_on, self._events)
         self._values: list[int] = []  # by fragment

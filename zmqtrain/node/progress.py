@@ -39,7 +39,7 @@ class Progress:
         self.held_seconds = 0.0
         self.scores: dict[str, float] | None = None
         self.score_version: Version = -1
-        self.data = self.device = self.first_step = ""
+        self.data = self.device = self.first_step = self.software = ""
         self.first_unit = -1
         self._loss_known, self._loss_read_at = math.nan, -math.inf
         self._counted: tuple[int, int, float] = (0, 0, math.nan)  # samples, those of the last step, when it ended
@@ -92,6 +92,7 @@ class Progress:
             device=self.device,
             first_step=self.first_step,
             first_unit=self.first_unit,
+            software=self.software,
         )
 
     def _pace(self) -> tuple[int, float]:

@@ -21,6 +21,7 @@ Rule 7: `state` is what a checkpoint holds besides arrays; `books` is the part t
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite, isnan, nan
 from statistics import median
@@ -332,8 +333,8 @@ class Hub:
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
         names = report.scores or {}
         long = max(len(report.waiting), len(report.data)) > MAX_WORDS or len(names) > MAX_SCORES
-        long |= max(len(report.device), len(report.first_step)) > MAX_NAME
-        long |= not (report.data + report.device + report.first_step).isprintable()
+        names_long = max(len(report.device), len(report.first_step), len(report.software)) > MAX_NAME
+        long |= names_long or not (report.data + report.device + report.first_step + report.software).isprintable()
         if long or any(len(name) > MAX_NAME or not name.isprintable() for name in names):
             raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
         begins = bool(report.first_step) and (member.report is None or not member.report.first_step)
@@ -1021,8 +1022,19 @@ class Hub:
         limited = self.units.ledger.total > 0 and not self.shard
         return limited and report is not None and report.step > 0 and report.first_unit < 0
 
-    def _describe(self, member: Member) -> dict[str, Scalar]:
+    def seconds(self, now: float) -> float:
+        """Return how long the run has lasted, with what it lasted before a restart of its broker."""
+        return self._seconds_before + now - self._began
+
+    def _describe(self, member: Member, software: str, now: float) -> dict[str, Scalar]:
+        """software: the versions that most nodes have."""
         entry = member.describe()
+        entry["silent"] = max(0.0, now - member.last_seen)
+        if (report := member.report) is not None:
+            if report.software not in ("", software):
+                entry["software"] = printable(report.software, MAX_NAME)
+            if report.data and report.data != self.data:
+                entry["other_data"] = True
         if (other := self.same_start(member)) is not None:
             entry["same_batches_as"] = other.called
         if self.takes_no_units(member):
@@ -1031,15 +1043,18 @@ class Hub:
 
     def roster(self, now: float) -> Roster:
         settings, worse = self.timetable.at(self.version), self.worse
+        nodes = [member for member in self.members.values() if member.is_node]
+        installed = Counter(one.report.software for one in nodes if one.report is not None and one.report.software)
+        software = max(installed, key=lambda versions: (installed[versions], versions), default="")
         return Roster(
             version=self.version,
-            members=tuple(self._describe(member) for member in self.members.values() if member.is_node),
+            members=tuple(self._describe(member, software, now) for member in nodes),
             evaluator="" if (evaluator := self.evaluator) is None else self.members[evaluator].called,
             samples=self.samples,
             contributions=self.contributions,
             units_done=self.units.ledger.done_count,
             units_total=self.units.ledger.total,
-            seconds=self._seconds_before + now - self._began,
+            seconds=self.seconds(now),
             scores=dict(self.scores),
             score_version=self.score_version,
             every=settings.every,
@@ -1054,6 +1069,7 @@ class Hub:
                 "broadcast_codec": settings.broadcast_codec,
                 "outer": settings.outer,
                 "plan": self.plan,
+                **({"software": printable(software, MAX_NAME)} if software else {}),
                 **({} if self.stopped_at is None else {"ending": True}),
                 **self.fence.dropped,
                 **({} if worse is None else {"best_version": worse[0], "best_loss": worse[1]}),

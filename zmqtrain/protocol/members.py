@@ -267,6 +267,7 @@ class Member:
         if (report := self.report) is not None:
             shown = ("step", "samples", "samples_per_second", "loss", "age_steps", "bytes_sent", "bytes_received")
             entry |= {name: getattr(report, name) for name in shown}
+            entry["put_off"] = report.offers_refused
             entry["waiting"] = printable(report.waiting)
             if report.device:
                 entry["device"] = printable(report.device, MAX_NAME)

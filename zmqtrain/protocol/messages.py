@@ -161,6 +161,7 @@ class Report(Message, frozen=True):
     exchange_seconds: CPU time of the codec for one offer and its answer, encode and decode (0: none yet).
     held_seconds: time that one exchange, of all that is offered at once, holds the training thread (0: not known).
     data, first_step: digests ("": not known).  first_unit: -1: it takes none, or has not begun.
+    software: versions, as in "zmqtrain 0.2.0, Python 3.11.2, jax 0.7.0".
     """
 
     step: int
@@ -180,6 +181,7 @@ class Report(Message, frozen=True):
     device: str = ""
     first_step: str = ""
     first_unit: int = -1
+    software: str = ""
 
 
 class Roster(Message, frozen=True):
@@ -187,6 +189,7 @@ class Roster(Message, frozen=True):
     model. Both use the names of Welcome, not ids, because a process that knows an id can say Hello with it.
 
     every, delay: k and d at `version`.  hub: of the hub itself (`Hub.roster`, and `broker.admin` for a live broker).
+    events: of the last seconds, for people (`broker.core.RecentEvents`).
     """
 
     version: int
@@ -205,6 +208,7 @@ class Roster(Message, frozen=True):
     served: dict[str, Scalar] = {}
     exchange: str = ""
     hub: dict[str, Scalar] = {}
+    events: tuple[dict[str, Scalar], ...] = ()
 
 
 class Schedule(Message, frozen=True):
