@@ -285,7 +285,9 @@ def _nodes(one: Summary, label: str) -> list[str]:
         ("sent", lambda node: format_bytes(node.bytes_sent)),
         ("received", lambda node: format_bytes(node.bytes_received)),
     )
-    rows = [[node.name, *(form(node) for _, form in forms)] for node in one.nodes[:MOST_NODES]]
+    shown = one.nodes[:MOST_NODES]
+    forms = tuple((name, form) for name, form in forms if any(form(node) != NOTHING for node in shown))
+    rows = [[node.name, *(form(node) for _, form in forms)] for node in shown]
     more = f"; the first {MOST_NODES} of {len(one.nodes)}" if len(one.nodes) > MOST_NODES else ""
     caption = (
         f"{label}nodes{more}. dropped: deltas without weight, too stale or left out by the norm gate; stale: versions "

@@ -26,16 +26,18 @@ a { color: #0b6e99; }
 figure { margin: .6rem 0 1rem; break-inside: avoid; overflow-x: auto; }
 figure svg { width: 100%; min-width: 560px; height: auto; } figcaption { color: #52606d; font-size: .92rem; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; margin: .4rem 0; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: .4rem 0; min-width: 24rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: #52606d; padding-bottom: .3rem; font-size: .92rem; }
 th, td { padding: .22rem .7rem .22rem 0; text-align: right; vertical-align: top; border-bottom: 1px solid #dfe5ea; }
 th { font-weight: 600; } thead th { border-bottom: 2px solid #9aa7b2; vertical-align: bottom; }
-td.text, th.text { text-align: left; overflow-wrap: anywhere; max-width: 34rem; }
+td, th { white-space: nowrap; }
+td.text, th.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 5rem; max-width: 34rem; }
 tr.differs td, tr.differs th { background: #fdf3d8; } .best { font-weight: 600; }
 details { margin: .3rem 0; } summary { cursor: pointer; color: #0b6e99; }
 @media print { body { max-width: none; padding: 0; font-size: 10pt; } nav, details:not([open]) { display: none; }
   h2 { break-after: avoid; } tr { break-inside: avoid; } .wide, figure { overflow: visible; }
-  figure svg { min-width: 0; } }
+  figure svg { min-width: 0; } table { font-size: 8pt; min-width: 0; } td, th { padding-right: .4rem; } }
 """
 
 
@@ -66,6 +68,11 @@ def words(text: str) -> str:
     return f"<bdi>{escape(text)}</bdi>"
 
 
+def begun(sentence: str) -> str:
+    """Return a sentence with a capital at its beginning."""
+    return sentence[:1].upper() + sentence[1:]
+
+
 def paragraph(text: str, kind: str = "") -> str:
     return f"<p{f' class={kind}' if kind else ''}>{escape(text, 4 * MOST_TEXT)}</p>"
 
@@ -73,7 +80,7 @@ def paragraph(text: str, kind: str = "") -> str:
 def figure(svg: str, caption: str, numbers: str = "") -> str:
     """Return a picture with its caption and, folded, its numbers as a table."""
     folded = f"<details><summary>the numbers of this picture</summary>{numbers}</details>" if numbers else ""
-    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>{folded}"
+    return f"<figure>{svg}<figcaption>{escape(begun(caption))}</figcaption></figure>{folded}"
 
 
 def table(
@@ -98,7 +105,7 @@ def table(
         parts = [f'<th scope="row" class="text">{inner[0]}</th>']
         parts += [f"<td{kind}>{one}</td>" for one, kind in zip(inner[1:], kinds[1:], strict=True)]
         body.append(f"<tr{' class=differs' if number in marked else ''}>{''.join(parts)}</tr>")
-    said = f"<caption>{escape(caption)}</caption>"
+    said = f"<caption>{escape(begun(caption))}</caption>"
     return f'<div class="wide"><table>{said}<thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 
@@ -112,7 +119,7 @@ def page(title: str, said: Sequence[str], sections: Sequence[tuple[str, str, Seq
     The page has no script, and its policy allows none; nothing is loaded from anywhere.
     """
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    links = "".join(f'<a href="#{anchor}">{escape(name)}</a>' for name, anchor, parts in sections if parts)
+    links = " ".join(f'<a href="#{anchor}">{escape(name)}</a>' for name, anchor, parts in sections if parts)
     body = "".join(section(name, anchor, *parts) for name, anchor, parts in sections if parts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

@@ -214,6 +214,7 @@ def draw_lateness(summaries: Sequence[Summary]) -> str:
             times = np.sort(one.deltas["late"][np.isfinite(one.deltas["late"])])
             if times.size:
                 late.plot(*thin(1000 * times, np.linspace(0, 100, times.size), LINE_POINTS), color=colour)
+        stale.xaxis.get_major_locator().set_params(integer=True)
         stale.set_xlabel("versions behind" + (" (40: or more)" if most >= 40 else ""))
         stale.set_ylabel("% of deltas")
         late.set_xlabel("ms after the first delta of the round")
