@@ -9,7 +9,7 @@ same for models in fragments.
 
 encode, decode: at a node, of its delta, and judging it; of the aggregate and of its own part in it.  subtract: what
 encoding costs besides for each delta of its own that is on its way.  accumulate: at the hub, of one contribution,
-checked, judged and added, or held if it is sparse.  held: what a sparse one adds to the release.  release: at the hub,
+checked, judged and added, or held encoded.  held: what one that is held adds to the release.  release: at the hub,
 of one aggregate: outer step, encoding, what was published; rounds have 1 and 4 contributions, by turns, and the hub
 begins with as much that is not published as later rounds leave.
 
@@ -32,19 +32,29 @@ import numpy as np
 
 from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.coder import DeltaCoder, Encoded, Vectors, encode_snapshot
-from zmqtrain.averaging.held_rounds import SlabThreads, SparseRound
+from zmqtrain.averaging.held_rounds import EncodedRound, SlabThreads
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Offer, PeerId
 from zmqtrain.planning.costs import COSTS, CodecCosts, SparseCosts
 from zmqtrain.planning.schedule import model_of
 from zmqtrain.protocol.effects import Contribution, Reduce
-from zmqtrain.protocol.messages import Aggregate, Publish, replace_fields
+from zmqtrain.protocol.messages import Aggregate, Publish
 from zmqtrain.train.anchor import DeviceMoves
 
 from report import print_table, write_json
 
-__all__ = ["measure", "fit", "measure_round", "measure_rebase", "main"]
+__all__ = [
+    "Hub",
+    "Stopwatch",
+    "aggregate_of",
+    "fit",
+    "main",
+    "measure",
+    "measure_rebase",
+    "measure_round",
+    "settings_of",
+]
 
 Result = TypeVar("Result")
 PEER = PeerId("pc-1#0")
@@ -53,7 +63,7 @@ SPARSE = re.compile(r"topk:density=([^+:,]+)\+(\w+)")
 DENSITIES = [f"topk:density={density}+sign" for density in (0.01, 0.05, 0.1)]
 
 
-class _Stopwatch:
+class Stopwatch:
     """The least CPU time of this thread that each kind of work has taken, in seconds, or the time that has passed."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
@@ -67,18 +77,18 @@ class _Stopwatch:
         return result
 
 
-def _settings(spec: str) -> RunSettings:
+def settings_of(spec: str) -> RunSettings:
     return RunSettings(codec=spec, broadcast_codec=spec, outer="sgd:rate=1", fragments=1)
 
 
-class _Hub:
+class Hub:
     """A hub that is given rounds of deltas which nodes have encoded beforehand, and what its work takes."""
 
     def __init__(self, spec: str, values: int, threads: int, *, dense: bool = False, of_process: bool = False) -> None:
-        settings, model = _settings(spec), model_of(values)
-        self.watch = _Stopwatch(time.perf_counter if of_process else time.thread_time)
+        settings, model = settings_of(spec), model_of(values)
+        self.watch = Stopwatch(time.perf_counter if of_process else time.thread_time)
         self.aggregator, random = Aggregator(settings), np.random.default_rng(0)
-        self.aggregator.sparse = SparseRound(self.aggregator.meter, SlabThreads(threads), enabled=not dense)
+        self.aggregator.encoded = EncodedRound(self.aggregator.meter, SlabThreads(threads), enabled=not dense)
         self.aggregator.plan(model)
         coder = DeltaCoder(model, settings)
         self.deltas: list[tuple[Publish, Sequence[Buffer]]] = []
@@ -99,9 +109,9 @@ class _Hub:
         for number, (publish, frames) in enumerate(self.deltas[:contributions]):
 
             def accumulate(publish: Publish = publish, frames: Sequence[Buffer] = frames) -> None:
-                aggregator.check(publish, frames)
-                aggregator.judge(PEER, publish, frames)
-                aggregator.accumulate(PEER, publish, frames)
+                self.watch.time("check", lambda: aggregator.check(publish, frames))
+                self.watch.time("judge", lambda: aggregator.judge(PEER, publish, frames))
+                self.watch.time("add", lambda: aggregator.accumulate(PEER, publish, frames))
 
             self.watch.time("accumulate", accumulate)
             come.append(Contribution(PEER, number, 0, 1, 0.0, number, 0))
@@ -110,11 +120,18 @@ class _Hub:
         return frames
 
 
+def aggregate_of(coder: DeltaCoder, number: int, frames: Sequence[Buffer]) -> Aggregate:
+    """Return what announces these frames: the aggregate in which this node's delta of that number has landed."""
+    sizes = tuple(len(frame) for frame in frames)
+    codec = coder.broadcast_coding.name
+    return Aggregate(number, number + 1, codec, (0,), (len(frames),), sizes, ((PEER, number),), 1)
+
+
 def measure(spec: str, values: int, rounds: int) -> CodecCosts:
     """Return what one codec, up and down, costs for a model of so many values, the least of `rounds` exchanges."""
-    settings, model = _settings(spec), model_of(values)
-    coder, watch = DeltaCoder(model, settings), _Stopwatch()
-    hub = _Hub(spec, values, 1)
+    settings, model = settings_of(spec), model_of(values)
+    coder, watch = DeltaCoder(model, settings), Stopwatch()
+    hub = Hub(spec, values, 1)
     random = np.random.default_rng(0)
     segments = [random.standard_normal(leaf.values, np.float32) for leaf in model]
 
@@ -129,14 +146,12 @@ def measure(spec: str, values: int, rounds: int) -> CodecCosts:
         watch.time("again", lambda number=number: encode(rounds + number))  # type: ignore[misc]
         coder.withdraw(rounds + number)
         frames = hub.round(MOST_CONTRIBUTIONS if number % 2 else 1)
-        aggregate = Aggregate(number, number + 1, spec, (0,), (len(frames),), (), ((PEER, number),), 1)
-        aggregate = replace_fields(aggregate, codec=coder.broadcast_coding.name)
+        aggregate = aggregate_of(coder, number, frames)
         watch.time(
             "decode",
             lambda a=aggregate, n=number, f=frames: coder.decode_aggregate(a, (n,), f),  # type: ignore[misc]
         )
         coder.withdraw(number)
-    is_sparse = any(codec.sparse for codec in coder.coding.of_fragment(coder.layout, 0))
     least = watch.least | hub.watch.least
     one, most = least["release 1"], least[f"release {MOST_CONTRIBUTIONS}"]
     held = max(0.0, (most - one) / (MOST_CONTRIBUTIONS - 1))
@@ -146,7 +161,7 @@ def measure(spec: str, values: int, rounds: int) -> CodecCosts:
         "decode": least["decode"],
         "accumulate": least["accumulate"],
         "release": max(0.0, one - held),
-        "held": held if is_sparse else 0.0,
+        "held": held,
     }
     return CodecCosts(**{f"{name}_ns": round(1e9 * taken / values, 2) for name, taken in seconds.items()})
 
@@ -178,7 +193,7 @@ def measure_round(spec: str, values: int, rounds: int, contributions: int) -> di
         ("2 threads", 2, True),
         ("4 threads", 4, True),
     ]:
-        hub = _Hub(spec, values, threads, dense=name == "dense", of_process=of_process)
+        hub = Hub(spec, values, threads, dense=name == "dense", of_process=of_process)
         for _ in range(rounds):
             hub.round(contributions)
         least = hub.watch.least

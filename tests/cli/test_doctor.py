@@ -106,7 +106,7 @@ CPU = ({"platform": "cpu", "kind": "cpu", "memory_bytes": None},)
             "cards",
             "not installed",
         ),
-        ({"devices": CPU, "has_nvidia_driver": False}, "numba", "pip install -e '.[fast]'"),
+        ({"devices": CPU, "has_nvidia_driver": False}, "numba", "pip install -e ."),
         ({"load": 9.0}, "cores", "see them with top"),
         ({"free_memory_bytes": 10**9}, "memory", "close other programs"),
         ({"free_disk_bytes": 10**8}, "disk", "free some"),
@@ -209,5 +209,5 @@ def test_a_remedy_with_brackets_is_shown_whole(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "look_at_machine", lambda _: without)
     assert doctor.main(["tcp://10.0.0.1:5555"]) == 1
     said = capsys.readouterr().out
-    for extra in ("cuda12", "fast"):
+    for extra in ("cuda12", ""):
         assert f"\n    {how_to_install(extra)}\n" in said, "in one line, to be copied"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import codec_from_spec, coding_from_spec
 from zmqtrain.codecs.payload import (
     check_frame,
@@ -17,7 +18,6 @@ from zmqtrain.codecs.payload import (
     decode_payload,
     decode_segments,
     encode_payload,
-    encode_slabs,
     initial_states,
     payload_size,
     plan_parts,
@@ -314,21 +314,6 @@ def test_payloads_that_are_on_their_way_are_subtracted_as_if_they_had_been_decod
         encode_payload(all_of(spec, odd), odd, less=[encode_payload(all_of(spec, odd), segments_of([5, 5]))])
 
 
-@every_codec
-def test_slabs_may_be_made_while_they_are_encoded_each_in_the_memory_of_the_one_before(spec):
-    codecs, segments = all_of(spec, COUNTS), segments_of(COUNTS)
-    flat, asked = np.concatenate(segments), []
-    spare = np.empty(max(codec.slab for codec in codecs), np.float32)
-
-    def values(number, slab):
-        asked.append(number)
-        spare[: slab.values] = flat[slab.start : slab.end]
-        return spare[: slab.values]
-
-    assert encode_slabs(codecs, COUNTS, values) == encode_payload(codecs, segments)
-    assert asked == list(range(len(plan_payload(codecs, tuple(COUNTS)).slabs)))
-
-
 def test_a_segment_that_is_not_finite_is_named_by_its_index():
     segments = segments_of([10, 100_000, 10])
     segments[1][99_999] = np.nan
@@ -378,3 +363,52 @@ def test_parts_hold_whole_slabs_of_all_codings_one_after_the_other(specs, counts
 def slab_starts(part, codecs, counts, number):
     slabs = plan_payload(codecs, tuple(counts)).slabs
     return [slabs[n].start for n in part.slabs[number]]
+
+
+@pytest.fixture
+def numba_or_not():
+    yield [True, False]
+    fast.use(None)
+
+
+@pytest.mark.parametrize("spec", ["ternary", "ternary:block=7", "ternary:block=4096", "ternary:block=64;1=int8"])
+def test_slabs_in_a_row_have_the_bytes_and_the_values_of_slabs_one_by_one(spec, numba_or_not):
+    counts = [200_000, 65_536, 300, 131_072, 7]
+    codecs, segments = all_of(spec if ";" in spec else f"{spec};9=int8", counts), segments_of(counts)
+    segments[0][:200] = 0
+    held = []
+    for machine_code in numba_or_not:
+        fast.use(machine_code)
+        made, sent = [], [encode_payload(codecs, segments_of(counts, seed)) for seed in (1, 2, 3)]
+        for less in ([], sent[:1], sent):
+            frames = encode_payload(codecs, segments, less=less)
+            check_payload(codecs, frames, counts)
+            onto = np.concatenate(segments)
+            decode_payload(codecs, frames, counts, out=onto, add=True)
+            own = [np.empty(count, np.float32) for count in counts]
+            decode_segments(codecs, frames, own)
+            made += [*frames, decode_payload(codecs, frames, counts), onto, np.concatenate(own)]
+        alone = one_by_one(codecs, segments)
+        assert np.array_equal(made[len(frames)], alone)
+        held.append([bytes(one) if isinstance(one, bytearray) else one.tobytes() for one in made])
+    assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("place", ["digit", "scale", "tail"])
+def test_of_slabs_in_a_row_the_one_that_is_wrong_is_named(place):
+    codecs, counts = all_of("ternary:block=128", [1, 1]), (196_608, 5)
+    (frame,) = encode_payload(codecs, segments_of(counts))
+    slab = plan_payload(codecs, counts).slabs[1]
+    digits, scales = slab.sections
+    frame[{"digit": digits.start, "scale": scales.start + 1, "tail": digits.stop - 1}[place]] = 0xFF
+    with pytest.raises(CodecError, match="slab 1 of 4"):
+        check_payload(codecs, [sealed(codecs, frame)], counts)
+
+
+def test_a_slab_in_a_row_that_is_not_finite_is_refused_with_its_segment():
+    codecs, counts = all_of("ternary:block=128", [1, 1]), (5, 196_608)
+    for place in (0, 65_536, 196_607):
+        segments = segments_of(counts)
+        segments[1][place] = np.nan
+        with pytest.raises(NonFiniteDelta, match="segment 1 of 2"):
+            encode_payload(codecs, segments)

@@ -10,8 +10,9 @@ Rule 4: if nothing of a fragment counts in a round (all is too stale, or the sum
 state of its outer optimizer do not change.
 Rule 5: for the plain mean a publish is added when it comes; other rules need the whole round, so its publishes are held
 until it closes (`HeldRound`).
-Rule 6: sparse publishes stay encoded until their fragment is released (`SparseRound`), if the outer optimizer is `sgd`:
-they are then added part by part in a core's cache. The sum is the same to the bit.
+Rule 6: publishes that have far fewer bytes than their values stay encoded until their fragment is released, or a few
+of them are there (`EncodedRound`): they are then added part by part in a core's cache, by all idle cores. The sum is
+the same to the bit, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -35,17 +36,15 @@ from zmqtrain.averaging.coder import (
     snapshot_counts,
 )
 from zmqtrain.averaging.gate import DeltaGate
-from zmqtrain.averaging.held_rounds import DeltaMeter, Held, HeldRound, SparseRound
+from zmqtrain.averaging.held_rounds import DeltaMeter, EncodedRound, Held, HeldRound, OuterStep
 from zmqtrain.averaging.snapshot import check_optimizer_state, check_snapshot_sizes, digest_of, split_snapshot
 from zmqtrain.codecs.base import Coding, coding_from_spec
 from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State, fill_states, pack_states
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import (
-    Slab,
     check_payload,
     decode_payload,
     encode_payload,
-    encode_slabs,
     initial_states,
     payload_size,
     plan_payload,
@@ -56,7 +55,6 @@ from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.messages import Aggregate, Announcement, Publish, Snapshot, replace_fields
-from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.measures import are_related, explain_unrelated, relatedness
 from zmqtrain.strategies.norms import Judgement, is_suspicious
 from zmqtrain.strategies.outer import outer_from_spec
@@ -130,7 +128,7 @@ class Aggregator:
         self._record: deque[tuple[Released, list[Judgement]]] = deque()  # the last versions, and who is in them
         self._round = HeldRound(settings)
         self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
-        self.sparse = SparseRound(self.meter)
+        self.encoded = EncodedRound(self.meter)
 
     def values_of(self, fragments: Sequence[int]) -> int:
         return sum(sum(self.layout.counts(fragment)) for fragment in fragments)
@@ -194,7 +192,7 @@ class Aggregator:
         self.published = [flat + np.float32(0) for flat in flats]  # no -0.0: sums then never make one, on any machine
         self.parameters = [flat.copy() for flat in self.published]
         self._sums = [np.zeros(flat.size, np.float32) for flat in flats]  # no memory before anything is added
-        self.sparse.begin(len(flats))
+        self.encoded.begin(len(flats))
         self._states = [self._fresh_states(fragment) for fragment in range(len(flats))]
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self._shares = [0.0] * len(flats)
@@ -248,14 +246,9 @@ class Aggregator:
 
     def _add(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
         codecs, counts = codecs_and_counts(self.layout, publish.codec, publish.fragment)
-        if self.outer.rate is None or not self.sparse.hold(peer, publish, codecs, frames, counts):
-            self._sum_up_sparse(publish.fragment)  # first: sums are made in the order in which publishes came
-            self._decode(peer, publish, frames, out=self._sums[publish.fragment])
-
-    def _sum_up_sparse(self, fragment: int) -> None:
-        """Add what is held of a fragment to its sum in memory, and the rest of the round when it comes."""
-        for peer, publish, frames in self.sparse.give_up(fragment):
-            self._decode(peer, publish, frames, out=self._sums[fragment])
+        total = self._sums[publish.fragment]
+        if not self.encoded.hold(peer, publish, codecs, frames, counts, total):
+            self._decode(peer, publish, frames, out=total)
 
     def _judge_round(
         self, reduce: Reduce
@@ -295,20 +288,14 @@ class Aggregator:
         held = [(one, *publish) for one, publish in waited if publish is not None]
         if self._round.needed:
             self._round.sum_up(held, self._decode, self.published, self._sums)
+            for fragment in reduce.fragments:
+                self.encoded.lies_in_memory(fragment)
         else:
             for one, publish, payload in held:
                 self._add(one.peer, publish, payload)
-        for fragment in reduce.fragments:
-            codecs = coding.of_fragment(self.layout, fragment)
-            if self.outer.rate is None or not self.sparse.can_release(fragment, codecs, LARGEST_SUM):
-                self._sum_up_sparse(fragment)
-        overflowed = tuple(
-            fragment
-            for fragment in reduce.fragments
-            if not self.sparse.holds(fragment) and not _can_be_stepped(self._sums[fragment])
-        )
+        overflowed = tuple(fragment for fragment in reduce.fragments if self._overflows(fragment, coding))
         for fragment in overflowed:
-            self._sums[fragment].fill(0)
+            self.encoded.close(fragment, self._sums[fragment])
         counted = {one.fragment for one in reduce.contributions if not one.too_stale}.difference(overflowed)
         frames = tuple(self._release(fragment, reduce, fragment in counted, coding) for fragment in reduce.fragments)
         self.version = reduce.version
@@ -379,36 +366,18 @@ class Aggregator:
 
     def _release(self, fragment: int, reduce: Reduce, counted: bool, coding: Coding) -> tuple[Buffer, ...]:
         turn = counted and self._takes_turn(fragment, reduce)
-        total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
-        state, counts = self._outer_state[fragment], self.layout.counts(fragment)
-        codecs = coding.of_fragment(self.layout, fragment)
+        counts, codecs = self.layout.counts(fragment), coding.of_fragment(self.layout, fragment)
         states = self._states[fragment] if coding is self.broadcast_coding else None
-        if self.sparse.holds(fragment):
-            live, rate = reduce.live if counted else None, 1.0 if reduce.plain else self.outer.rate
-            assert rate is not None, "sparse publishes are held for an outer optimizer without a state"
-            return self.sparse.release(fragment, live, rate, codecs, states, parameters, published)
-        longest = max(codec.slab for codec in codecs)
-        spare = np.empty(min(longest, total.size), np.float32)
+        live = reduce.live if counted else None
+        step = OuterStep(live, reduce.plain, self.outer, self._outer_state[fragment], turn)
+        arrays = self._sums[fragment], self.parameters[fragment], self.published[fragment]
+        return self.encoded.release(fragment, step, codecs, counts, states, arrays)
 
-        def unpublished(number: int, slab: Slab) -> Vector:
-            """Step this part of the parameters, in a core's cache, and return what is not published of it."""
-            part, rest = slice(slab.start, slab.end), spare[: slab.values]
-            if counted:
-                mean = mean_over_live(total[part], reduce.live, out=rest)
-                if not reduce.plain:
-                    mean = self.outer.update(mean, {name: array[part] for name, array in state.items()}, turn)
-                parameters[part] += mean
-            total[part] = 0
-            return np.subtract(parameters[part], published[part], out=rest)
-
-        self.sparse.close(fragment)
-        try:
-            frames = encode_slabs(codecs, counts, unpublished, states)
-        except CodecError:
-            total.fill(0)
-            raise
-        decode_payload(codecs, frames, counts, out=published, add=True, checked=True)
-        return frames
+    def _overflows(self, fragment: int, coding: Coding) -> bool:
+        """Return whether the sum of a fragment cannot be stepped by."""
+        total = self._sums[fragment]
+        codecs = coding.of_fragment(self.layout, fragment)
+        return self.encoded.may_overflow(fragment, codecs, LARGEST_SUM, total) and not _can_be_stepped(total)
 
     def make_room(self) -> list[Vector]:
         """Return memory for a `copy`, its pages already mapped; any thread may call it."""

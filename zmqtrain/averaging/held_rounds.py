@@ -1,7 +1,8 @@
-"""Rounds that hold their deltas, compressed, until they close, for rules that need all of a round.
+"""Rounds that hold their deltas, compressed, until they close.
 
-`HeldRound` holds any deltas; `SparseRound` adds and releases sparse ones part by part, on `SlabThreads`; `DeltaMeter`
-samples what is added, for the noise scale of the run.
+`HeldRound` holds any deltas, for rules that need all of a round; `EncodedRound` holds those that take less memory
+encoded, because to add them part by part, in a core's cache, costs less than to add each to a sum in memory, and
+releases every fragment, on `SlabThreads`; `DeltaMeter` samples what is added, for the noise scale of the run.
 Rule 1: a delta is not decoded once more for its sample: that is read from the sum, before and after.
 Rule 2: each item of shared work reads and writes its own part of the arrays alone, so that the results do not depend on
 the number of threads. The thread that asks works along; a small fragment is left to it alone, because to wake others
@@ -14,10 +15,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from math import inf
 from statistics import median
 from typing import Any, TypeVar
 
@@ -26,15 +28,16 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State
-from zmqtrain.codecs.payload import Part, SlabEncoder, SlabReader, payload_norm, plan_parts
+from zmqtrain.codecs.payload import Part, Run, SlabEncoder, SlabReader, payload_norm, plan_parts
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Version
 from zmqtrain.protocol.effects import Contribution
 from zmqtrain.protocol.messages import Publish
-from zmqtrain.strategies.aggregate import aggregation_from_spec
+from zmqtrain.strategies.aggregate import aggregation_from_spec, mean_over_live
 from zmqtrain.strategies.measures import NoiseScale
+from zmqtrain.strategies.outer import OuterOptimizer
 from zmqtrain.strategies.weights import compensate, selection_from_spec, staleness_from_spec
 
 Item = TypeVar("Item")
@@ -305,6 +308,13 @@ PART_VALUES = 1 << 18
 MOST_PART_VALUES = 1 << 20
 """Where slabs of different codecs make parts longer than this, the sum is made in memory."""
 
+MOST_DENSE = 4
+"""So many publishes that send every value are held; when one more comes, these are added to the sum in memory, in one
+pass. With more of them the release, for which all nodes wait, would take longer than it does now."""
+
+DENSE_BYTES = 2
+"""A publish that sends every value is held if it has fewer bytes a value: at most half of what the sum has."""
+
 NORM_MARGIN = 2.0
 """A publish's norm, as it goes by scales, bounds its largest value but for rounding."""
 
@@ -326,7 +336,38 @@ _scratch = _Scratch()
 
 
 @dataclass(frozen=True, slots=True)
-class _Sparse:
+class OuterStep:
+    """How a release steps the parameters of a fragment.
+
+    live: by how many nodes the sum is divided; None: nothing counts, and the parameters stay.  plain: by the mean
+    itself, without the outer optimizer.  state, turn: as `OuterOptimizer.update` takes them.
+    """
+
+    live: int | None
+    plain: bool
+    outer: OuterOptimizer
+    state: Mapping[str, Vector]
+    turn: bool
+
+    def take(self, part: slice, total: Vector, parameters: Vector, published: Vector, rest: Vector) -> None:
+        """Step one part, and write what is not published of it to `rest`; spoils `total`, the part's sum.
+
+        parameters, published: of the part. Parts may be stepped in any order, from any thread, to the same bits.
+        """
+        rate = 1.0 if self.plain else self.outer.rate
+        if self.live is None:
+            np.subtract(parameters, published, out=rest)
+        elif rate is not None:
+            _step(total, np.float32(self.live), np.float32(rate), parameters, published, rest)
+        else:
+            mean = mean_over_live(total, self.live, out=total)
+            state = {name: array[part] for name, array in self.state.items()}
+            np.add(parameters, self.outer.update(mean, state, self.turn), out=parameters)
+            np.subtract(parameters, published, out=rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
     peer: PeerId
     publish: Publish
     codecs: tuple[Codec, ...]
@@ -335,17 +376,45 @@ class _Sparse:
 
 @dataclass
 class _Fragment:
-    """The sparse publishes of one fragment's round. bound: of their sum's magnitudes; in_memory: the sum of this round
-    lies in memory, and nothing more is held."""
+    """One fragment's round. bound: of its sum's magnitudes.  dense: how many of those held send every value.
+    in_memory: part of the sum, which comes before all that is held, lies in memory."""
 
-    held: list[_Sparse] = field(default_factory=list)
+    held: list[_Encoded] = field(default_factory=list)
     bound: float = 0.0
     bytes: int = 0
-    counts: Sequence[int] = ()
+    dense: int = 0
+    counts: tuple[int, ...] = ()
     in_memory: bool = False
 
 
-class SparseRound:
+class _Adding:
+    """The publishes that are added to one fragment's sum, in order, part by part, and the samples of that sum.
+
+    places: that are sampled, ascending.
+    """
+
+    def __init__(self, known: _Fragment, places: NDArray[np.int64]) -> None:
+        self._held, self._places = list(known.held), places
+        self._sources = [SlabReader(one.codecs, one.frames, known.counts) for one in self._held]
+        self._samples = np.empty((2, len(self._held), places.size), np.float32)  # before and after each
+
+    def add(self, part: Part, slabs: Sequence[range], total: Vector) -> None:
+        """Add one part of each to `total`, the part's sum. slabs: of the part, in each publish."""
+        first, last = np.searchsorted(self._places, (part.start, part.end)).tolist()
+        looked_at, samples = self._places[first:last] - part.start, self._samples
+        for order, (source, numbers) in enumerate(zip(self._sources, slabs, strict=True)):
+            samples[0, order, first:last] = total[looked_at]
+            source.add(numbers, total, part.start)
+            samples[1, order, first:last] = total[looked_at]
+
+    def sample(self, meter: DeltaMeter, fragment: int, size: int) -> None:
+        """Give the meter what each has added."""
+        for order, one in enumerate(self._held):
+            if not one.publish.dense:  # what a node ends its share with is not of the usual size
+                meter.add(one.peer, fragment, self._samples[0, order], self._samples[1, order], size)
+
+
+class EncodedRound:
     """What is held of each fragment.  meter: is given samples of what is added.  enabled: False holds nothing."""
 
     def __init__(self, meter: DeltaMeter, threads: SlabThreads | None = None, enabled: bool = True) -> None:
@@ -359,117 +428,153 @@ class SparseRound:
         self._kept: list[dict[int, Vector]] = [{} for _ in range(fragments)]
 
     def hold(
-        self, peer: PeerId, publish: Publish, codecs: tuple[Codec, ...], frames: Sequence[Buffer], counts: Sequence[int]
+        self,
+        peer: PeerId,
+        publish: Publish,
+        codecs: tuple[Codec, ...],
+        frames: Sequence[Buffer],
+        counts: tuple[int, ...],
+        total: Vector,
     ) -> bool:
-        """Hold a checked publish; False if it has to be added to the sum in memory, after what is held before it."""
-        known = self._fragments[publish.fragment]
-        size = known.bytes + sum(memoryview(frame).nbytes for frame in frames)
-        fits = self._enabled and not known.in_memory and size <= 4 * sum(counts)
-        if not fits or not _is_sparse(codecs, counts):
+        """Hold a checked publish; False if it has to be added to the sum in memory.
+
+        total: the fragment's sum in memory, to which what is held is added first if it is too much, or this publish
+        cannot be held.
+        """
+        known, values = self._fragments[publish.fragment], sum(counts)
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        is_sparse = _is_sparse(codecs, counts)
+        has_norm = all(codec.energy is not None for codec in codecs)  # else that takes as long as to add it
+        holds = self._enabled and (is_sparse or (has_norm and size < DENSE_BYTES * values)) and size <= 4 * values
+        if not holds or known.bytes + size > 4 * values or (known.dense == MOST_DENSE and not is_sparse):
+            self.add_up(publish.fragment, total)
+        if not holds:
+            self.lies_in_memory(publish.fragment)
             return False
-        known.held.append(_Sparse(peer, publish, codecs, frames))
+        known = self._fragments[publish.fragment]
+        known.held.append(_Encoded(peer, publish, codecs, frames))
         known.bound += NORM_MARGIN * payload_norm(codecs, frames, counts)
-        known.bytes, known.counts = size, counts
+        known.bytes, known.dense, known.counts = known.bytes + size, known.dense + (not is_sparse), counts
         return True
 
     def holds(self, fragment: int) -> bool:
         return bool(self._fragments[fragment].held)
 
-    def give_up(self, fragment: int) -> list[tuple[PeerId, Publish, Sequence[Buffer]]]:
-        """Return what is held, in order, to be added to the sum in memory; the rest of the round is not held."""
-        held = [(one.peer, one.publish, one.frames) for one in self._fragments[fragment].held]
-        self._fragments[fragment] = _Fragment(in_memory=True)
-        return held
+    def lies_in_memory(self, fragment: int) -> None:
+        """Record that something was added to a fragment's sum in memory."""
+        self._fragments[fragment].bound, self._fragments[fragment].in_memory = inf, True
 
-    def close(self, fragment: int) -> None:
+    def add_up(self, fragment: int, total: Vector) -> None:
+        """Add what is held, in order, to the fragment's sum in memory, in one pass."""
+        known = self._fragments[fragment]
+        if not known.held:
+            return
+        adding = _Adding(known, self._meter.places(fragment, total.size))
+
+        def add(part: Part) -> None:
+            adding.add(part, part.slabs, total[part.start : part.end])
+
+        parts = plan_parts(tuple(one.codecs for one in known.held), known.counts, PART_VALUES)
+        self._threads.each(add, parts, total.size)
+        adding.sample(self._meter, fragment, total.size)
+        self._fragments[fragment] = _Fragment(bound=known.bound, in_memory=True)
+
+    def close(self, fragment: int, total: Vector) -> None:
+        """Drop all of a fragment's round. total: its sum in memory."""
+        if self._fragments[fragment].in_memory:
+            total.fill(0)
         self._fragments[fragment] = _Fragment()
 
-    def can_release(self, fragment: int, codecs: tuple[Codec, ...], largest: float) -> bool:
-        """Return whether something is held that can be released without a sum in memory.
+    def may_overflow(self, fragment: int, codecs: tuple[Codec, ...], largest: float, total: Vector) -> bool:
+        """Return whether the sum may have a magnitude of `largest` or more; then all of it lies in memory, in `total`.
 
-        codecs: of the aggregate.  largest: no magnitude in the sum may reach this.
+        codecs: of the aggregate; where a part would be too long with them, the sum is made in memory too.
         """
         known = self._fragments[fragment]
-        if not known.held or not known.bound < largest:
+        fits = not known.held or max(part.values for part in _parts(known, codecs)) <= MOST_PART_VALUES
+        if known.bound < largest and fits:
             return False
-        return max(part.values for part in _parts(known, codecs)) <= MOST_PART_VALUES
+        self.add_up(fragment, total)
+        return not self._fragments[fragment].bound < largest
 
     def release(
         self,
         fragment: int,
-        live: int | None,
-        rate: float,
+        step: OuterStep,
         codecs: tuple[Codec, ...],
+        counts: tuple[int, ...],
         states: list[State] | None,
-        parameters: Vector,
-        published: Vector,
+        arrays: tuple[Vector, Vector, Vector],
     ) -> tuple[Buffer, ...]:
-        """Step the parameters by the mean of what is held, and return the frames of what is published of them.
+        """Step the parameters by a fragment's sum, and return the frames of what is published of them.
 
-        live: nodes; None: nothing that is held counts.  rate: of the step, in means.  codecs, states: of the aggregate.
-        Raises CodecError: then nothing is published. Nothing is held afterwards.
+        codecs, counts, states: of the aggregate.  arrays: the sum in memory, the parameters, what is published.
+        Raises CodecError: then nothing is published. Nothing is held afterwards, and the sum in memory is zeros.
         """
-        known = self._fragments[fragment]
-        counts, held, size, parts = known.counts, known.held, parameters.size, _parts(known, codecs)
+        known, (in_memory, parameters, published) = self._fragments[fragment], arrays
+        size, parts = parameters.size, _parts(known, codecs, counts)
         encoder = SlabEncoder(codecs, counts, states)
-        sources = [SlabReader(one.codecs, one.frames, counts) for one in held]
-        sampled = self._meter.places(fragment, size)
-        samples = np.empty((2, len(held), sampled.size), np.float32)  # of the sum, before and after each
+        adding = _Adding(known, self._meter.places(fragment, size))
         kept, added = self._kept[fragment], list[int]()
-        self.close(fragment)
 
-        def step(part: Part) -> None:
+        def step_part(part: Part) -> None:
             total, rest = _scratch.take(part.values)
-            ours, theirs = parameters[part.start : part.end], published[part.start : part.end]
-            first, last = np.searchsorted(sampled, (part.start, part.end)).tolist()
-            looked_at = sampled[first:last] - part.start
-            total.fill(0)
-            for order, (source, numbers) in enumerate(zip(sources, part.slabs[1:], strict=True)):
-                samples[0, order, first:last] = total[looked_at]
-                for number in numbers:
-                    source.add(number, total, part.start)
-                samples[1, order, first:last] = total[looked_at]
-            if live is None:
-                np.subtract(ours, theirs, out=rest)
+            inside = slice(part.start, part.end)
+            if known.in_memory:
+                total = in_memory[inside]
             else:
-                _step(total, np.float32(live), np.float32(rate), ours, theirs, rest)
-            for number in part.slabs[0]:
-                slab = encoder.plan.slabs[number]
-                inside = slice(slab.start - part.start, slab.end - part.start)
-                encoder.encode(number, rest[inside])
-                if slab.codec.sparse is None:
-                    continue
-                places, values = slab.codec.sparse(encoder.sections(number), slab.values)
-                before = kept.get(number)
-                if before is None or before.size != places.size:
-                    before = kept[number] = np.empty(places.size, np.float32)
-                theirs[inside].take(places, out=before, mode="clip")
-                put_at(places, values, theirs[inside], True)
-                added.append(number)
+                total.fill(0)
+            adding.add(part, part.slabs[1:], total)
+            step.take(inside, total, parameters[inside], published[inside], rest)
+            if known.in_memory:
+                total.fill(0)
+            for run in encoder.plan.runs_of(part.slabs[0]):
+                start, end = encoder.plan.span(run)
+                encoder.encode_run(run, rest[start - part.start : end - part.start])
+                if encoder.plan.slabs[run.slabs.start].codec.sparse is not None:
+                    added.extend(_publish_sparse(encoder, run.slabs, published, kept))
 
-        def publish(number: int) -> None:
-            slab = encoder.plan.slabs[number]
-            slab.codec.decode_into(encoder.sections(number), published[slab.start : slab.end], True)
+        def publish(run: Run) -> None:
+            start, end = encoder.plan.span(run)
+            encoder.add(run, published[start:end])
 
         try:
-            self._threads.each(step, parts, size)
+            self._threads.each(step_part, parts, size)
         except CodecError:  # nothing of it is sent
             for number in added:
                 slab = encoder.plan.slabs[number]
                 assert slab.codec.sparse is not None
                 places, _ = slab.codec.sparse(encoder.sections(number), slab.values)
                 published[slab.start : slab.end][places] = kept[number]
+            self.close(fragment, in_memory)
             raise
-        dense = [number for number, slab in enumerate(encoder.plan.slabs) if slab.codec.sparse is None]
+        self._fragments[fragment] = _Fragment()
+        dense = [run for run in encoder.plan.runs if encoder.plan.slabs[run.slabs.start].codec.sparse is None]
         self._threads.each(publish, dense, size)
-        for order, one in enumerate(held):
-            if not one.publish.dense:
-                self._meter.add(one.peer, fragment, samples[0, order], samples[1, order], size)
+        adding.sample(self._meter, fragment, size)
         return encoder.finish()
 
 
-def _parts(known: _Fragment, codecs: tuple[Codec, ...]) -> tuple[Part, ...]:
-    return plan_parts((codecs, *(one.codecs for one in known.held)), tuple(known.counts), PART_VALUES)
+def _publish_sparse(encoder: SlabEncoder, numbers: range, published: Vector, kept: dict[int, Vector]) -> Iterator[int]:
+    """Add what a codec that picks has sent of these slabs to what is published; give each when it is done.
+
+    kept: by slab, takes what was published before at the places that change.
+    """
+    for number in numbers:
+        slab = encoder.plan.slabs[number]
+        assert slab.codec.sparse is not None
+        places, values = slab.codec.sparse(encoder.sections(number), slab.values)
+        inside = published[slab.start : slab.end]
+        before = kept.get(number)
+        if before is None or before.size != places.size:
+            before = kept[number] = np.empty(places.size, np.float32)
+        inside.take(places, out=before, mode="clip")
+        put_at(places, values, inside, True)
+        yield number
+
+
+def _parts(known: _Fragment, codecs: tuple[Codec, ...], counts: tuple[int, ...] = ()) -> tuple[Part, ...]:
+    return plan_parts((codecs, *(one.codecs for one in known.held)), known.counts or counts, PART_VALUES)
 
 
 def _is_sparse(codecs: Sequence[Codec], counts: Sequence[int]) -> bool:

@@ -418,7 +418,7 @@ def judge_machine(machine: Machine) -> Iterator[Finding]:
     yield _judged("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version))
     if machine.versions.get("numba") is None and not cards:
         remedy = "without a card, the codecs cost a fraction of the processor's time with numba. "
-        yield Finding("numba", FIX, "not installed", f"{remedy}{TYPE}{how_to_install('fast')}")
+        yield Finding("numba", FIX, "not installed", f"{remedy}{TYPE}{how_to_install()}")
 
 
 def _bits(bits: float) -> str:

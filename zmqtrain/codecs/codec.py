@@ -53,6 +53,36 @@ Sections = tuple[tuple[Any, int], ...]
 Encode = Callable[[Array, State], tuple[tuple[Array, ...], State]]
 
 
+class Rows(NamedTuple):
+    """Where slabs of `values` values each, which follow each other in a frame, have their buffers.
+
+    frame: uint8, all of it.  sections: of the first slab's buffers, as of a `Slab`.  stride: bytes from a slab to the
+    next.
+    """
+
+    frame: Numpy
+    sections: tuple[slice, ...]
+    stride: int
+    values: int
+
+
+class RowLoops(NamedTuple):
+    """What a codec does with all slabs of some `Rows` in one call, to the same bytes as one after the other.
+
+    encode(x, rows, sent): x is float32[n * values], n slabs, contiguous and aligned; writes their buffers into the
+      frame. sent: uint8[k, bytes of the frame]: other frames of the very same form, whose decoded sum, in order, is
+      subtracted from x first. Raises NonFiniteDelta. Only where `fast.kernels` has machine code.
+    decode_into(rows, out, add): as of a Codec; out is float32[n * values], contiguous and aligned. Only where
+      `fast.kernels` has machine code.
+    check(rows, n), energy(rows, n): as of a Codec, for n slabs.
+    """
+
+    encode: Callable[[Numpy, Rows, Numpy], None]
+    decode_into: Callable[[Rows, Numpy, bool], None]
+    check: Callable[[Rows, int], None]
+    energy: Callable[[Rows, int], float]
+
+
 class Codec(NamedTuple):
     """How a slab of n float32 values becomes a few buffers, and back.
 
@@ -77,6 +107,7 @@ class Codec(NamedTuple):
       energy is known only after decoding.
     sparse(buffers, n): the places, int32, ascending, and the values there, float32, of buffers that have passed
       `check`: all other values are zero. None for a codec that sends every value.
+    rows: does many slabs at once, for a codec without a state; None: they are done one by one.
     Codecs of one name are equal.
     Source of the shape: optax's GradientTransformation.
     """
@@ -91,6 +122,7 @@ class Codec(NamedTuple):
     slab: int = SLAB_VALUES
     energy: Callable[[Buffers, int], float] | None = None
     sparse: Callable[[Buffers, int], tuple[Numpy, Numpy]] | None = None
+    rows: RowLoops | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name

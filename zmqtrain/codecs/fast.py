@@ -1,6 +1,7 @@
 """The codecs' innermost loops in machine code, where numba is installed: the same bytes, sooner.
 
-Rule 1: nobody needs it: without numba the numpy twins run, and a law in the tests holds the bytes equal.
+Rule 1: numba is installed with zmqtrain wherever it has a release. Without it the numpy twins run, after a warning, and
+a law in the tests holds the bytes equal.
 Rule 2: numba is imported when the first large slab comes, never earlier: importing costs half a second, compiling a few
 seconds, once on a machine (the code is kept beside this file, or in the user's cache).
 Rule 3: no fast-math and no fused multiply-add: Rule 1 of codec.py holds here too.  Rule 4: one thread, without the GIL.
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zmqtrain.codecs.codec import SMALLEST_MAGNITUDE_BITS
+from zmqtrain.core.installed import how_to_install
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ _SMALLEST = np.int32(SMALLEST_MAGNITUDE_BITS)
 _UNIT_EXPONENT = 127 + 11 + 127  # as in levels.py
 _TO_16_BITS = np.float32(65536)
 _NOISE = np.uint32(0xFFFF)
+_FACTORS = np.array([(65535 + 3**power) // 3**power for power in range(1, 6)], np.uint16)
 _GOLDEN, _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x9E3779B9), np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
@@ -54,9 +57,12 @@ class Kernels(NamedTuple):
     quantize(x, block, 1 / most, largest scale bits, 1 / each scale by its bits, None or most if
       rounded at random, codes, scales): as `_encode_numpy` of quantize.py; returns the largest magnitude's bits.
     write(codes, scales as float32, out, block, add): as `write_blocks` of quantize.py.
-    ternary(x, block, scratch int16[block], scratch uint8[5 m], packed uint8[m], scales): as
-      `_encode_ternary_numpy` of levels.py; returns the largest magnitude's bits.
-    write_ternary(packed uint8[m], scales as float32, out, block, add): as `write_blocks` of the digits in `packed`.
+    ternary(x, slab, block, sent uint8[k, bytes], frame uint8[bytes], first byte of the digits, of the scales, stride,
+      scratch float32[block], scratch int16[block], scratch uint8[5 m]): as `_encode_ternary_numpy` of levels.py, for
+      slabs of `slab` values, each `stride` bytes after the last, of x less what the frames in `sent` decode to; returns
+      the largest magnitude's bits.
+    write_ternary(digits uint8, first, scales uint8, first, stride, slab, out, block, add): as `write_blocks` of the
+      digits, slab after slab.
     pick(x, least key, kept, scratch int32[n], scratch int32[n], scratch int32[32768] of zeros, places
       int32[kept + 1], values float32[kept]): as `_largest_numpy` of sparsify.py, among the values of the least key
       or more; returns the cut's key and, 16 bits higher, the largest, or -1 if the candidates are too few.
@@ -118,7 +124,8 @@ def _load() -> Kernels | None:
         try:
             import numba
         except ImportError as error:
-            logger.debug("numba cannot be imported (%s): codecs run in numpy", error)
+            text = "the codecs run in numpy, in several times the processor's time and to the same bytes: %s. Type: %s"
+            logger.warning(text, error, how_to_install())
         else:
             try:
                 _loaded = _compile(numba)
@@ -162,7 +169,7 @@ def _trailing_zeros(numba: Any) -> Any:
 
 
 def _compile(numba: Any) -> Kernels:
-    global _fetch, _first_one
+    global _fetch, _first_one, _ternary_slab, _write_block
     _fetch, _first_one = _prefetch(numba), _trailing_zeros(numba)
 
     def given(kind: Any) -> Any:
@@ -184,11 +191,24 @@ def _compile(numba: Any) -> Kernels:
         for most in (numba.types.none, numba.int64)
     ]
     packed = made(numba.uint8)
-    write, write_ternary = (
-        numba.void(given(kind), given(numba.float32), made(numba.float32), numba.int64, numba.boolean)
-        for kind in (numba.int8, numba.uint8)
+    write = numba.void(given(numba.int8), x, made(numba.float32), numba.int64, numba.boolean)
+    whole, byte = numba.int64, given(numba.uint8)
+    write_ternary = numba.void(*(byte, whole, byte, whole, whole, whole, made(numba.float32), whole, numba.boolean))
+    sent = numba.types.Array(numba.uint8, 2, "C", readonly=True)
+    ternary = numba.int64(
+        *(x, whole, whole, sent, packed, whole, whole, whole),
+        *(made(numba.float32), made(numba.int16), packed),
     )
-    ternary = numba.int64(x, numba.int64, made(numba.int16), packed, packed, scales)
+    _write_block = jit(
+        numba.void(byte, whole, byte, whole, whole, whole, made(numba.float32), numba.boolean), _write_block
+    )
+    _ternary_slab = jit(
+        numba.int64(
+            *(x, whole, sent, packed, whole, whole),
+            *(made(numba.float32), made(numba.int16), packed),
+        ),
+        _ternary_slab,
+    )
     written, places, sums = made(numba.int32), given(numba.int32), made(numba.float32)
     pick = numba.int64(x, numba.int64, numba.int64, written, written, written, written, sums)
     pack = numba.void(places, numba.int64, numba.int64, packed)
@@ -266,36 +286,74 @@ def _write(codes: Any, scales: Any, out: Any, block: int, add: bool) -> None:
                 target[i] = np.float32(source[i]) * scale
 
 
-def _ternary(x: Any, block: int, units: Any, digits: Any, packed: Any, scales: Any) -> int:
-    worst, bits = 0, x.view(np.int32)
-    for number in range(scales.size):
-        start = number * block
-        values, patterns, target = x[start : start + block], bits[start : start + block], digits[start : start + block]
+def _ternary(
+    x: Any,
+    slab: int,
+    block: int,
+    sent: Any,
+    frame: Any,
+    first: int,
+    scales_first: int,
+    stride: int,
+    rest: Any,
+    units: Any,
+    digits: Any,
+) -> int:
+    worst = 0
+    for start in range(0, x.size, slab):
+        values = x[start : start + slab]
+        largest = _ternary_slab(values, block, sent, frame, first, scales_first, rest, units, digits)
+        worst = max(worst, largest)
+        first += stride
+        scales_first += stride
+    return worst
+
+
+def _ternary_slab(
+    x: Any, block: int, sent: Any, frame: Any, first: int, scales_first: int, rest: Any, units: Any, digits: Any
+) -> int:
+    width, worst, scales_at = (x.size + 4) // 5, 0, scales_first
+    for start in range(0, x.size, block):
+        values, target = x[start : start + block], digits[start : start + block]
+        size = values.size
+        for i in range(start + AHEAD_VALUES, start + AHEAD_VALUES + block, _LINE_VALUES):
+            _fetch(x, i)
+        if sent.shape[0] == 0:
+            rest[:size] = values
+        else:
+            for row in range(sent.shape[0]):
+                _write_block(sent[row], first, sent[row], scales_at, width, start, rest[:size], row > 0)
+            for i in range(size):
+                rest[i] = values[i] - rest[i]
+        patterns = rest[:size].view(np.int32)
         largest = np.int32(0)
-        for i in range(patterns.size):
+        for i in range(size):
             largest = max(largest, np.int32(patterns[i] & _MAGNITUDE))
         worst = max(worst, int(largest))
         alive, exponent = largest >= _SMALLEST, largest >> 23
         factor = np.int32((262 - exponent) << 23 if alive else 0).view(np.float32)
         total = np.int32(0)
-        for i in range(values.size):
-            unit = np.int32(values[i] * factor)
+        for i in range(size):
+            unit = np.int32(rest[i] * factor)
             units[i] = np.int16(unit)
             total = np.int32(total + abs(unit))
-        threshold = np.int32(total * 717 // (values.size * 1024))
+        threshold = np.int32(total * 717 // (size * 1024))
         above, below = np.int16(threshold), np.int16(-threshold)
         kept, kept_sum = np.int32(0), np.int32(0)
-        for i in range(values.size):
+        for i in range(size):
             magnitude = np.int32(abs(np.int32(units[i])))
             kept = np.int32(kept + (np.int32(1) if magnitude > threshold else np.int32(0)))
             kept_sum = np.int32(kept_sum + (magnitude if magnitude > threshold else np.int32(0)))
-        for i in range(values.size):
+        for i in range(size):
             target[i] = np.uint8(np.uint8(1) + np.uint8(units[i] > above) - np.uint8(units[i] < below))
         mean = np.float32(((2 * kept_sum + kept) << 8) // max(int(kept), 1)).view(np.int32)
         rounded = (mean + 0x7FFF + ((mean >> 16) & 1)) >> 16
-        scales[number] = min(rounded + ((exponent - (127 + 8 + 9)) << 7), 0x7F7F) if alive else 0
-    width, three = packed.size, np.uint8(3)
-    for i in range(x.size, digits.size):
+        scale = min(int(rounded + ((exponent - (127 + 8 + 9)) << 7)), 0x7F7F) if alive else 0
+        frame[scales_at] = scale & 255
+        frame[scales_at + 1] = scale >> 8
+        scales_at += 2
+    three, packed = np.uint8(3), frame[first : first + width]
+    for i in range(x.size, 5 * width):
         digits[i] = 1
     for i in range(width):
         upper = np.uint8(digits[i + 4 * width] * three + digits[i + 3 * width])
@@ -305,30 +363,53 @@ def _ternary(x: Any, block: int, units: Any, digits: Any, packed: Any, scales: A
     return worst
 
 
-def _write_ternary(packed: Any, scales: Any, out: Any, block: int, add: bool) -> None:
-    width, three, one = packed.size, np.uint32(3), np.int16(1)
-    start, number, power = 0, 0, 1
-    for plane in range(5):
+def _write_ternary(
+    packed: Any,
+    first: int,
+    scales: Any,
+    scales_first: int,
+    stride: int,
+    slab: int,
+    out: Any,
+    block: int,
+    add: bool,
+) -> None:
+    for begin in range(0, out.size, slab):
+        values = out[begin : begin + slab]
+        width, scales_at = (values.size + 4) // 5, scales_first
+        for start in range(0, values.size, block):
+            _write_block(packed, first, scales, scales_at, width, start, values[start : start + block], add)
+            scales_at += 2
+        first += stride
+        scales_first += stride
+
+
+def _write_block(
+    packed: Any, first: int, scales: Any, scales_at: int, width: int, start: int, out: Any, add: bool
+) -> None:
+    """Decode one block of a slab that begins at byte `first` of `packed`, the values from `start` on, into `out`."""
+    three, one = np.uint32(3), np.int16(1)
+    scale = np.int32((int(scales[scales_at]) | int(scales[scales_at + 1]) << 8) << 16).view(np.float32)
+    done = 0
+    while done < out.size:  # a block may reach into the next plane
+        plane = (start + done) // width
+        place = first + start + done - plane * width
+        size = min(out.size - done, (plane + 1) * width - start - done)
         # byte * factor / 65536 has the fraction of byte / 3 ** (plane + 1), near enough: its first digit to base three
         # is byte // 3 ** plane % 3, for all bytes that hold five digits
-        power *= 3
-        factor = np.uint16((65535 + power) // power)
-        end = min((plane + 1) * width, out.size)
-        while start < end:  # a block may reach into the next plane
-            stop, scale = min((number + 1) * block, end), scales[number]
-            source, target = packed[start - plane * width : stop - plane * width], out[start:stop]
-            if add:
-                for i in range(target.size):
-                    fraction = np.uint16(np.uint16(source[i]) * factor)
-                    digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
-                    target[i] += np.float32(np.int16(digit - one)) * scale
-            else:
-                for i in range(target.size):
-                    fraction = np.uint16(np.uint16(source[i]) * factor)
-                    digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
-                    target[i] = np.float32(np.int16(digit - one)) * scale
-            start = stop
-            number += 1 if stop == (number + 1) * block else 0
+        factor = _FACTORS[plane]
+        source, target = packed[place : place + size], out[done : done + size]
+        if add:
+            for i in range(size):
+                fraction = np.uint16(np.uint16(source[i]) * factor)
+                digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
+                target[i] += np.float32(np.int16(digit - one)) * scale
+        else:
+            for i in range(size):
+                fraction = np.uint16(np.uint16(source[i]) * factor)
+                digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
+                target[i] = np.float32(np.int16(digit - one)) * scale
+        done += size
 
 
 def _pick(x: Any, least: int, kept: int, candidates: Any, keys: Any, histogram: Any, places: Any, values: Any) -> int:

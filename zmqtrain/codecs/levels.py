@@ -22,6 +22,8 @@ from zmqtrain.codecs.codec import (
     SMALLEST_MAGNITUDE_BITS,
     Codec,
     Numpy,
+    RowLoops,
+    Rows,
     Scratch,
     Sections,
     block_codec_name,
@@ -305,21 +307,72 @@ def ternary(block: int = 128) -> Codec:
     def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
         packed, scales = arrays
         if out.flags.c_contiguous and out.flags.aligned and (kernels := fast.kernels(out.size)):
-            steps = (scales.astype(np.uint32) << 16).view(np.float32)
-            kernels.write_ternary(packed, steps, out, block, add)
+            kernels.write_ternary(packed, 0, scales.view(np.uint8), 0, 0, out.size, out, block, add)
         else:
             write_blocks(_unpack_digits(packed)[: out.size], scales, out, block, add)
 
     def check(arrays: tuple[Array, ...], count: int) -> None:
         packed, scales = arrays
-        check_scales(scales, _LARGEST_SCALE_BITS, name)
-        if np.maximum.reduce(packed) > _LARGEST_BYTE:
-            raise CodecError(f"{name}: a byte over {_LARGEST_BYTE} holds no five digits")
-        width = packed.size
-        if any(int(packed[place % width]) // 3 ** (place // width) % 3 != 1 for place in range(count, _DIGITS * width)):
+        _check_ternary(packed[None], scales, count, name)
+
+    def encode_rows(x: Numpy, rows: Rows, sent: Numpy) -> None:
+        _encode_rows(x, rows.values, block, sent, (rows.frame, *_starts(rows), rows.stride))
+
+    def write_rows(rows: Rows, out: Numpy, add: bool) -> None:
+        kernels, (first, scales) = fast.kernels(out.size), _starts(rows)
+        assert kernels is not None
+        kernels.write_ternary(rows.frame, first, rows.frame, scales, rows.stride, rows.values, out, block, add)
+
+    def check_rows(rows: Rows, count: int) -> None:
+        packed, scales = _in_rows(rows, count)
+        _check_ternary(packed, scales.reshape(-1), rows.values, name)
+
+    def energy_of_rows(rows: Rows, count: int) -> float:
+        _, scales = _in_rows(rows, count)
+        steps = np.left_shift(scales, 16, dtype=np.uint32).view(np.float32)
+        sums, missing = np.einsum("ij,ij->i", steps, steps), block * scales.shape[1] - rows.values
+        energies = block * sums.astype(np.float64) - missing * steps[:, -1].astype(np.float64) ** 2
+        return float(np.maximum(energies, 0).sum())
+
+    codec = plain_codec(name, layout, encode, decode, write, check, (1, 1, block))
+    return codec._replace(rows=RowLoops(encode_rows, write_rows, check_rows, energy_of_rows))
+
+
+def _in_rows(rows: Rows, count: int) -> tuple[Numpy, Numpy]:
+    """Return the digits, a view, and the scales, uint16, of so many slabs: a row of each for each slab."""
+    first = rows.sections[0].start
+    slabs = rows.frame[first : first + count * rows.stride].reshape(count, rows.stride)
+    packed, scales = (slabs[:, part.start - first : part.stop - first] for part in rows.sections)
+    return packed, np.ascontiguousarray(scales).view(np.uint16)
+
+
+def _starts(rows: Rows) -> tuple[int, int]:
+    packed, scales = rows.sections
+    return packed.start, scales.start
+
+
+def _check_ternary(packed: Numpy, scales: Numpy, count: int, name: str) -> None:
+    """Raise CodecError unless slabs of `count` values may have these bytes, uint8[slabs, m], and scales."""
+    check_scales(scales, _LARGEST_SCALE_BITS, name)
+    if np.maximum.reduce(packed, axis=None) > _LARGEST_BYTE:
+        raise CodecError(f"{name}: a byte over {_LARGEST_BYTE} holds no five digits")
+    width = packed.shape[1]
+    for place in range(count, _DIGITS * width):
+        if (packed[:, place % width] // 3 ** (place // width) % 3 != 1).any():
             raise CodecError(f"{name}: a digit after the last value is not 0")
 
-    return plain_codec(name, layout, encode, decode, write, check, (1, 1, block))
+
+def _encode_rows(x: Numpy, values: int, block: int, sent: Numpy, target: tuple[Numpy, int, int, int]) -> None:
+    """Encode slabs of so many values in machine code. sent: as of `RowLoops.encode`.  target: the frame, where the
+    first slab's digits and scales begin, and the bytes from slab to slab. Raises NonFiniteDelta."""
+    kernels = fast.kernels(x.size)
+    assert kernels is not None
+    rest, units = _scratch.take("rest", block, np.float32), _scratch.take("units", block, np.int16)
+    digits = _scratch.take("digits", block_count(values, _DIGITS) * _DIGITS, np.uint8)
+    needs_finite(kernels.ternary(x, values, block, sent, *target, rest, units, digits), values)
+
+
+_NOTHING_SENT = np.zeros((0, 1), np.uint8)
 
 
 def _encode_ternary(x: Array, block: int) -> tuple[Array, Array]:
@@ -375,12 +428,13 @@ def _decode_ternary(packed: Array, scales: Array, count: int, block: int) -> Arr
 
 def _encode_ternary_numpy(x: Numpy, block: int) -> tuple[Array, Array]:
     x = plain(x)
-    width = block_count(x.size, _DIGITS)
-    digits, scales = _scratch.take("digits", width * _DIGITS, np.uint8), np.empty(block_count(x.size, block), np.uint16)
-    if kernels := fast.kernels(x.size):
-        units, packed = _scratch.take("units", block, np.int16), np.empty(width, np.uint8)
-        needs_finite(kernels.ternary(x, block, units, digits, packed, scales), x.size)
-        return packed, scales
+    width, blocks = block_count(x.size, _DIGITS), block_count(x.size, block)
+    if fast.kernels(x.size):
+        first = width + width % 2  # of the scales, 16 bits each
+        buffer = np.empty(first + 2 * blocks, np.uint8)
+        _encode_rows(x, x.size, block, _NOTHING_SENT, (buffer, 0, first, 0))
+        return buffer[:width], buffer[first:].view(np.uint16)
+    digits, scales = _scratch.take("digits", width * _DIGITS, np.uint8), np.empty(blocks, np.uint16)
     digits[x.size :] = 1
     _all_digits_numpy(x, block, digits, scales)
     planes = digits.reshape(_DIGITS, width)

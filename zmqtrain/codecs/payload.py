@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,7 +26,8 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.codecs.codec import Codec, Scratch, State
+from zmqtrain.codecs import fast
+from zmqtrain.codecs.codec import Codec, Rows, Scratch, State, plain
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import MAX_FRAME_BYTES, Array, Buffer
@@ -63,15 +64,47 @@ class FramePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Slabs in a row that one call of a codec can do: of one segment, of one frame, and of equal length.
+
+    frame: its number.  stride: bytes from a slab to the next.
+    """
+
+    slabs: range
+    frame: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
 class PayloadPlan:
     """Where every byte of a payload lies."""
 
     slabs: tuple[Slab, ...]
     frames: tuple[FramePlan, ...]
+    runs: tuple[Run, ...]
     seed: int
     """Where the checksum begins: the crc32 of the codecs' names."""
     of_first: dict[int, FramePlan]
     """The frame by the number of its first slab."""
+
+    def runs_of(self, numbers: range) -> Iterator[Run]:
+        """Give the runs of these slabs, which may begin and end within one."""
+        place = bisect_right(self.runs, numbers.start, key=lambda run: run.slabs.start) - 1
+        start = numbers.start
+        while start < numbers.stop:
+            run = self.runs[place]
+            end = min(run.slabs.stop, numbers.stop)
+            yield Run(range(start, end), run.frame, run.stride)
+            start, place = end, place + 1
+
+    def span(self, run: Run) -> tuple[int, int]:
+        """Return the first value of a run's slabs, and the end of their values."""
+        return self.slabs[run.slabs.start].start, self.slabs[run.slabs.stop - 1].end
+
+    def rows(self, run: Run, frame: NDArray[np.uint8]) -> Rows:
+        """Return where a run's slabs have their buffers. frame: its bytes."""
+        first = self.slabs[run.slabs.start]
+        return Rows(frame, first.sections, run.stride, first.values)
 
 
 @lru_cache(maxsize=2048)
@@ -96,7 +129,18 @@ def plan_payload(codecs: tuple[Codec, ...], counts: tuple[int, ...]) -> PayloadP
     if slabs:
         frames.append(FramePlan(range(first, len(slabs)), size))
     seed = zlib.crc32(";".join(codec.name for codec in codecs).encode())
-    return PayloadPlan(tuple(slabs), tuple(frames), seed, {frame.slabs.start: frame for frame in frames})
+    runs = tuple(run for number, frame in enumerate(frames) for run in _runs(slabs, number, frame))
+    return PayloadPlan(tuple(slabs), tuple(frames), runs, seed, {frame.slabs.start: frame for frame in frames})
+
+
+def _runs(slabs: Sequence[Slab], number: int, frame: FramePlan) -> Iterator[Run]:
+    first = frame.slabs.start
+    for place in frame.slabs:
+        slab, after = slabs[place], slabs[place + 1] if place + 1 < frame.slabs.stop else None
+        if after is None or (after.segment, after.values) != (slab.segment, slab.values):
+            stride = sum(_align(section.stop - section.start) for section in slab.sections)
+            yield Run(range(first, place + 1), number, stride)
+            first = place + 1
 
 
 def _align(size: int) -> int:
@@ -131,44 +175,11 @@ def encode_payload(
         if values.ndim != 1:
             raise CodecError(f"segment {index} has the shape {values.shape}; a segment is flat")
     counts = tuple(values.size for values in arrays)
-    plan = plan_payload(tuple(codecs), counts)
-    starts = np.cumsum((0, *counts)).tolist()
-    known = [SlabReader(codecs, frames, counts) for frames in less]
-    spare = np.empty(max((slab.values for slab in plan.slabs), default=0) if less else 0, np.float32)
-
-    def rest(number: int, slab: Slab) -> Array:
-        offset = starts[slab.segment]
-        piece = arrays[slab.segment][slab.start - offset : slab.end - offset]
-        if not known or piece.dtype != np.float32:
-            return piece
-        sent = spare[: slab.values]
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by its codec
-            if slab.codec.sparse is not None and len(known) == 1:
-                places, values = slab.codec.sparse(known[0].sections(number), slab.values)
-                np.copyto(sent, piece)
-                put_at(places, np.negative(values, out=values), sent, True)
-                return sent
-            for add, reader in enumerate(known):
-                slab.codec.decode_into(reader.sections(number), sent, add > 0)
-            return np.subtract(piece, sent, out=sent)
-
-    return encode_slabs(codecs, counts, rest, states)
-
-
-def encode_slabs(
-    codecs: Sequence[Codec],
-    counts: Sequence[int],
-    values: Callable[[int, Slab], Array],
-    states: list[State] | None = None,
-) -> tuple[bytearray, ...]:
-    """Encode what is made slab by slab while it is encoded, into frames: see `encode_payload`.
-
-    values(number, slab): gives the slab's values, float32[slab.values], numpy; asked once of each, in order. It may
-    give the same memory each time.
-    """
-    encoder = SlabEncoder(codecs, counts, states)
-    for number, slab in enumerate(encoder.plan.slabs):
-        encoder.encode(number, values(number, slab))
+    encoder, starts = SlabEncoder(codecs, counts, states), np.cumsum((0, *counts)).tolist()
+    sent = Sent(codecs, counts, less)
+    for run in encoder.plan.runs:
+        segment, (start, end) = encoder.plan.slabs[run.slabs.start].segment, encoder.plan.span(run)
+        encoder.encode_run(run, arrays[segment][start - starts[segment] : end - starts[segment]], sent)
     return encoder.finish()
 
 
@@ -184,6 +195,7 @@ class SlabEncoder:
         self._before = initial_states(codecs, counts) if states is None else states
         self._after: list[State] = [None] * len(self.plan.slabs)
         self._frames = tuple(bytearray(frame_plan.size) for frame_plan in self.plan.frames)
+        self._bytes = [np.frombuffer(frame, np.uint8) for frame in self._frames]
         pairs = zip(self._frames, self.plan.frames, strict=True)
         self._views = [view for frame, known in pairs for view in [memoryview(frame)] * len(known.slabs)]
 
@@ -199,9 +211,31 @@ class SlabEncoder:
         for section, buffer in zip(slab.sections, buffers, strict=True):
             self._views[number][section] = np.ascontiguousarray(buffer).view(np.uint8).data
 
+    def encode_run(self, run: Run, values: Array, sent: Sent | None = None) -> None:
+        """Encode the slabs of a run, less what has been sent of them; raises as `encode` does."""
+        first = self.plan.slabs[run.slabs.start]
+        loops = first.codec.rows
+        if loops is not None and values.dtype == np.float32 and fast.kernels(values.size):
+            try:
+                known = _NONE_SENT if sent is None else sent.frames(run.frame)
+                loops.encode(plain(values), self.plan.rows(run, self._bytes[run.frame]), known)
+            except NonFiniteDelta as error:
+                raise NonFiniteDelta(f"segment {first.segment} of {self._segments}: {error}") from None
+            self._after[run.slabs.start : run.slabs.stop] = self._before[run.slabs.start : run.slabs.stop]
+            return
+        for number in run.slabs:
+            slab = self.plan.slabs[number]
+            part = values[slab.start - first.start : slab.end - first.start]
+            self.encode(number, part if sent is None else sent.subtract(part, number, slab, run.frame))
+
     def sections(self, number: int) -> list[memoryview]:
         """Return the buffers of a slab that is encoded."""
         return _sections(self._views[number], self.plan.slabs[number])
+
+    def add(self, run: Run, out: Vector) -> None:
+        """Decode the slabs of a run that is encoded, onto their values in `out`."""
+        with np.errstate(over="ignore"):
+            _decode_run(self.plan, run, self._bytes[run.frame], out, True)
 
     def finish(self) -> tuple[bytearray, ...]:
         """Return the frames, once all slabs are encoded."""
@@ -221,17 +255,88 @@ class SlabReader:
     def __init__(self, codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]) -> None:
         self.plan = plan_payload(tuple(codecs), tuple(counts))
         opened = sorted((_open(self.plan, frame) for frame in frames), key=lambda pair: pair[1].slabs.start)
-        self._views = [view for view, held in opened for _ in held.slabs]
+        self._views = {held.slabs.start: view for view, held in opened}
+        self.held = [held.slabs for _, held in opened]
+        """The slabs of each frame that is here, in order."""
 
-    def sections(self, number: int) -> list[memoryview]:
-        """Return the buffers of one slab."""
-        return _sections(self._views[number], self.plan.slabs[number])
+    def runs(self) -> Iterator[Run]:
+        """Give the runs of all slabs that are here."""
+        for slabs in self.held:
+            yield from self.plan.runs_of(slabs)
 
-    def add(self, number: int, out: Vector, start: int = 0) -> None:
-        """Add one slab to its place in `out`, whose first value is that at `start` of the payload's."""
-        slab = self.plan.slabs[number]
-        with np.errstate(over="ignore"):
-            slab.codec.decode_into(self.sections(number), out[slab.start - start : slab.end - start], True)
+    def frame(self, number: int) -> NDArray[np.uint8]:
+        """Return the bytes of one frame."""
+        return np.frombuffer(self._views[self.plan.frames[number].slabs.start], np.uint8)
+
+    def sections(self, number: int, frame: int) -> list[memoryview]:
+        """Return the buffers of one slab, which is in this frame."""
+        return _sections(self._views[self.plan.frames[frame].slabs.start], self.plan.slabs[number])
+
+    def add(self, numbers: range, out: Vector, start: int = 0, add: bool = True) -> None:
+        """Add slabs in a row to their places in `out`, whose first value is that at `start` of the payload's.
+
+        Without `add` write them there.
+        """
+        with np.errstate(over="ignore"):  # of huge values the sum may be infinite
+            for run in self.plan.runs_of(numbers):
+                first, end = self.plan.span(run)
+                _decode_run(self.plan, run, self.frame(run.frame), out[first - start : end - start], add)
+
+
+def _decode_run(plan: PayloadPlan, run: Run, frame: NDArray[np.uint8], out: Vector, add: bool) -> None:
+    first = plan.slabs[run.slabs.start]
+    loops = first.codec.rows
+    if loops is not None and out.flags.c_contiguous and out.flags.aligned and fast.kernels(out.size):
+        loops.decode_into(plan.rows(run, frame), out, add)
+        return
+    view = frame.data
+    for number in run.slabs:
+        slab = plan.slabs[number]
+        part = out[slab.start - first.start : slab.end - first.start]
+        slab.codec.decode_into(_sections(view, slab), part, add)
+
+
+class Sent:
+    """Payloads of one form, which have passed `check_payload`: their sum is subtracted from what is encoded.
+
+    codecs, counts: of each segment.  One thread uses it.
+    """
+
+    def __init__(
+        self, codecs: Sequence[Codec], counts: Sequence[int], payloads: Sequence[Sequence[Buffer]] = ()
+    ) -> None:
+        self._readers = [SlabReader(codecs, frames, counts) for frames in payloads]
+        self._stacks: dict[int, NDArray[np.uint8]] = {}
+        self._rest = np.empty(0, np.float32)
+
+    def frames(self, number: int) -> NDArray[np.uint8]:
+        """Return one frame of each payload: uint8[payloads, bytes]."""
+        if number not in self._stacks:
+            frames = [reader.frame(number) for reader in self._readers] or [_NO_BYTES]
+            stack = frames[0][None] if len(frames) == 1 else np.stack(frames)
+            self._stacks[number] = stack[: len(self._readers)]
+        return self._stacks[number]
+
+    def subtract(self, values: Array, number: int, slab: Slab, frame: int) -> Array:
+        """Return a slab's values less the sum of what the payloads have of it; valid until the next call."""
+        if not self._readers or values.dtype != np.float32:
+            return values
+        if self._rest.size < slab.values:
+            self._rest = np.empty(slab.values, np.float32)
+        rest = self._rest[: slab.values]
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by its codec
+            if slab.codec.sparse is not None and len(self._readers) == 1:
+                places, sent = slab.codec.sparse(self._readers[0].sections(number, frame), slab.values)
+                np.copyto(rest, values)
+                put_at(places, np.negative(sent, out=sent), rest, True)
+                return rest
+            for add, reader in enumerate(self._readers):
+                slab.codec.decode_into(reader.sections(number, frame), rest, add > 0)
+            return np.subtract(values, rest, out=rest)
+
+
+_NO_BYTES = np.zeros(1, np.uint8)
+_NONE_SENT = np.zeros((0, 1), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,12 +410,21 @@ def check_frame(codecs: Sequence[Codec], frame: Buffer, counts: Sequence[int]) -
     if _HEADER.unpack_from(view)[1] != _checksum(plan, view):
         last = known.slabs.stop - 1
         raise CodecError(f"the checksum of the slabs {known.slabs.start}..{last} is wrong: bytes or codecs differ")
-    for number in known.slabs:
-        slab = plan.slabs[number]
-        try:
-            slab.codec.check(_sections(view, slab), slab.values)
-        except CodecError as error:
-            raise CodecError(f"slab {number} of {len(plan.slabs)}: {error}") from None
+    data = np.frombuffer(view, np.uint8)
+    for run in plan.runs_of(known.slabs):
+        loops = plan.slabs[run.slabs.start].codec.rows
+        if loops is not None and len(run.slabs) > 1:
+            try:
+                loops.check(plan.rows(run, data), len(run.slabs))
+                continue
+            except CodecError:  # one of them: say which
+                pass
+        for number in run.slabs:
+            slab = plan.slabs[number]
+            try:
+                slab.codec.check(_sections(view, slab), slab.values)
+            except CodecError as error:
+                raise CodecError(f"slab {number} of {len(plan.slabs)}: {error}") from None
     return known.slabs
 
 
@@ -354,9 +468,9 @@ def decode_payload(
         raise CodecError(f"out must be a writeable, contiguous float32[{total}], not {out.dtype}{list(out.shape)}")
     if not checked:
         check_payload(codecs, frames, counts)
-    with np.errstate(over="ignore"):  # of huge values the sum may be infinite
-        for slab, sections in open_slabs(codecs, frames, counts):
-            slab.codec.decode_into(sections, out[slab.start : slab.end], add)
+    reader = SlabReader(codecs, frames, counts)
+    for slabs in reader.held:
+        reader.add(slabs, out, add=add)
     return out
 
 
@@ -368,22 +482,10 @@ def decode_segments(
     With `add` onto the values there. Raises CodecError for other frames than the segments' sizes say.
     """
     counts = tuple(segment.size for segment in segments)
-    starts = np.cumsum((0, *counts)).tolist()
-    with np.errstate(over="ignore"):
-        for slab, sections in open_slabs(codecs, frames, counts):
-            start = slab.start - starts[slab.segment]
-            slab.codec.decode_into(sections, segments[slab.segment][start : start + slab.values], add)
-
-
-def open_slabs(
-    codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]
-) -> Iterator[tuple[Slab, list[memoryview]]]:
-    """Give each slab of a payload that `check_payload` has passed, and its sections. Raises CodecError."""
-    plan = plan_payload(tuple(codecs), tuple(counts))
-    for frame in frames:
-        view, known = _open(plan, frame)
-        for number in known.slabs:
-            yield plan.slabs[number], _sections(view, plan.slabs[number])
+    reader, starts = SlabReader(codecs, frames, counts), np.cumsum((0, *counts)).tolist()
+    for run in reader.runs():
+        segment = reader.plan.slabs[run.slabs.start].segment
+        reader.add(run.slabs, segments[segment], starts[segment], add)
 
 
 _scratch = Scratch()
@@ -394,13 +496,22 @@ def payload_norm(codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequ
 
     codecs, counts: of each segment.  Cost: of scales alone a twentieth of a decode; else that of a decode.
     """
+    reader = SlabReader(codecs, frames, counts)
     with np.errstate(over="ignore"):
-        return sqrt(sum(_energy(slab, sections) for slab, sections in open_slabs(codecs, frames, counts)))
+        return sqrt(sum(_energy(reader.plan, run, reader.frame(run.frame)) for run in reader.runs()))
 
 
-def _energy(slab: Slab, sections: Sequence[Buffer]) -> float:
-    if slab.codec.energy is not None:
-        return slab.codec.energy(sections, slab.values)
-    values = _scratch.take("values", slab.values, np.float32)
-    slab.codec.decode_into(sections, values, False)
-    return float(np.dot(values, values))
+def _energy(plan: PayloadPlan, run: Run, frame: NDArray[np.uint8]) -> float:
+    codec, view = plan.slabs[run.slabs.start].codec, frame.data
+    if codec.rows is not None:
+        return codec.rows.energy(plan.rows(run, frame), len(run.slabs))
+    total = 0.0
+    for number in run.slabs:
+        slab = plan.slabs[number]
+        if codec.energy is not None:
+            total += codec.energy(_sections(view, slab), slab.values)
+        else:
+            values = _scratch.take("values", slab.values, np.float32)
+            codec.decode_into(_sections(view, slab), values, False)
+            total += float(np.dot(values, values))
+    return total
