@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from zmqtrain.monitor.metrics import CONTENT_TYPE
 from zmqtrain.page.picture import Picture
 from zmqtrain.page.server import COOKIE, PIECE_BYTES, PageServer, allow_connections, open_socket
+from zmqtrain.protocol.messages import Roster, fields_of
 
 TOKEN = "correct-horse-battery"
 WAIT_SECONDS = 10.0
@@ -171,3 +174,20 @@ def test_a_port_that_is_taken_is_passed_over_only_where_that_is_allowed() -> Non
             assert other.getsockname()[1] > port
         with pytest.raises(OSError):
             open_socket("127.0.0.1", port, 1)
+
+
+def test_the_metrics_of_the_newest_report_are_read_by_the_official_parser(
+    here: tuple[Picture, int], guarded: int
+) -> None:
+    picture, port = here
+    members = ({"peer": "pc1#1", "name": "pc1", "state": "live", "step": 40},)
+    for report, up in ((fields_of(Roster(7, members, "", 640, 21, 0, 0, 12.5, {}, -1)), 1.0), (None, 0.0)):
+        picture.report = report
+        status, headers, text = get(port, "/metrics")
+        found = {
+            one.name: one.value for family in text_string_to_metric_families(text.decode()) for one in family.samples
+        }
+        assert (status, headers["content-type"]) == (200, CONTENT_TYPE)
+        assert found["zmqtrain_hub_up"] == up and found.get("zmqtrain_node_steps_total") == (40 if up else None)
+    assert get(guarded, "/metrics")[0] == 401
+    assert get(guarded, "/metrics", authorization=f"Bearer {TOKEN}")[0] == 200

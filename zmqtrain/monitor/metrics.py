@@ -112,6 +112,11 @@ class RunMetrics:
         """Return all metrics in Prometheus's text format, as UTF-8 (CONTENT_TYPE)."""
         return self._client.generate_latest(self._registry)
 
+    def text_of(self, report: Report | Roster | None) -> bytes:
+        """Take a report and return all metrics; see `update` and `text`."""
+        self.update(report)
+        return self.text()
+
     def families(self) -> Iterable[Family]:
         """Return the families of metrics of the newest report."""
         from prometheus_client.core import GaugeMetricFamily

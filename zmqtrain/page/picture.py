@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -105,6 +105,8 @@ class Picture:
     """Of the table of nodes: title and meaning."""
     rows: dict[str, Row] = field(default_factory=dict)
     hub: Sequence[tuple[str, str]] = ()
+    report: Mapping[str, Any] | None = None
+    """The newest report of the broker, for its metrics; None while it is not heard."""
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()

@@ -94,7 +94,7 @@ class RecordFeed:
             "founding": self._founded, "release": self._release, "evaluation": self._evaluated,
             "run_end": self._run_ended, "step": self._stepped, "offer": self._offered,
             "application": self._applied, "withdrawal": self._withdrawn, "node_end": self._node_ended,
-            "schedule": self._scheduled,
+            "schedule": self._scheduled, "status": self._stands,
         }  # fmt: skip
 
     def take(self, file: object, record: Record) -> None:
@@ -217,6 +217,9 @@ class RecordFeed:
         self.picture.add_event(
             seconds + self._shift(life), "ended", "", f"the broker ended at version {record['version']}"
         )
+
+    def _stands(self, life: _Life, seconds: float, record: Record) -> None:
+        self.picture.report = record
 
     # ------------------------------------------------------------------ the nodes' records
 

@@ -27,7 +27,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.page.picture import Picture, Row, Tile
 from zmqtrain.page.words import say_exchange, say_program, say_release
 from zmqtrain.protocol.members import RUN_OVER
-from zmqtrain.protocol.messages import MAX_NAME, MAX_SENTENCE, Roster, printable
+from zmqtrain.protocol.messages import MAX_NAME, MAX_SENTENCE, Roster, fields_of, printable
 
 WINDOW_SECONDS = 10.0
 """Rates are measured over so long."""
@@ -122,6 +122,7 @@ class RosterFeed:
         """The connection to the hub is lost. text: why, as far as it is known."""
         over = RUN_OVER in text
         with self.picture.lock:
+            self.picture.report = None
             self.picture.heading.state = "ended" if over else "lost"
             self.picture.heading.note = (
                 "the run is over; one that begins at this address is shown here"
@@ -136,6 +137,7 @@ class RosterFeed:
     def take(self, roster: Roster, run: str, settings: RunSettings) -> None:
         """Show a roster of this run."""
         with self.picture.lock:
+            self.picture.report = fields_of(roster)
             if run != self._run:
                 if self._run:
                     self.picture.clear()

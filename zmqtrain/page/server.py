@@ -17,7 +17,7 @@ import hmac
 import re
 import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import cache
 from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
@@ -31,6 +31,8 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.monitor.metrics import CONTENT_TYPE, RunMetrics
 from zmqtrain.page.picture import Picture
 
 TICK_SECONDS, STUCK_SECONDS = 1.0, 30.0
@@ -81,6 +83,11 @@ class Ticker:
                     task.cancel()
             due = max(due + TICK_SECONDS, loop.time())
             await asyncio.sleep(due - loop.time())
+
+    @property
+    def report(self) -> Mapping[str, Any] | None:
+        """The newest report of the broker; None while it is not heard."""
+        return self._picture.report
 
     def end(self) -> None:
         """End all streams."""
@@ -205,7 +212,14 @@ def make_app(ticker: Ticker, token: str) -> ASGIApp:
             return Response(media_type="text/event-stream", headers=headers)
         return StreamingResponse(ticker.stream(), media_type="text/event-stream", headers=headers)
 
-    routes = [*map(fixed, FILES), Route("/plotly.js", plotly), Route("/events", events)]
+    async def metrics(request: Request) -> Response:
+        try:
+            text = RunMetrics().text_of(ticker.report)
+        except ConfigError as error:
+            return PlainTextResponse(f"501: {error}\n", 501)
+        return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
+
+    routes = [*map(fixed, FILES), Route("/plotly.js", plotly), Route("/events", events), Route("/metrics", metrics)]
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False
     return Guard(app, token)
