@@ -30,7 +30,7 @@ FLOORS = {
 }
 """First part of a file's path: (room, floor). A file imports from lower floors and from its own room."""
 
-JAX_ROOMS = ("train/*", "pipeline/stage.py", "programs/*", "codecs/*_jax.py", "sim/program.py")
+JAX_ROOMS = ("train/*", "pipeline/stage.py", "programs/*", "codecs/*_jax.py", "sim/program.py", "synchronous/tensor.py")
 LIVE = (
     *(f"collectives/{name}.py" for name in ("group_connection", "mesh")),
     *(f"parameter_server/{name}.py" for name in ("parameter_client", "server_connections")),

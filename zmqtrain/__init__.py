@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
     from zmqtrain.pipeline.partition import partition
     from zmqtrain.programs import load_program
+    from zmqtrain.synchronous.tensor import TensorParallel
     from zmqtrain.train.gradients import GradientLoop, GradientOptions
     from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.program import Program
@@ -59,6 +60,7 @@ __all__ = [
     "Message",
     "Status",
     "Engine",
+    "TensorParallel",
     "partition",
     "SegmentCost",
     "TiedLeaf",
@@ -101,6 +103,7 @@ _HOMES = {
     "LoopHooks": "zmqtrain.train.step",
     "Program": "zmqtrain.train.program",
     "load_program": "zmqtrain.programs",
+    "TensorParallel": "zmqtrain.synchronous.tensor",
 }
 
 
