@@ -29,7 +29,7 @@ def exists(name: str) -> bool:
     if command in ("zmqtrain-broker", "zmqtrain-node"):
         return not rest or exists(rest)
     if command == "zmqtrain":
-        return rest in COMMANDS
+        return rest in COMMANDS or rest == "--version"
     if command.startswith("zt."):
         return hasattr(zt, command.removeprefix("zt."))
     return (TESTS.parent / "zmqtrain" / (command.replace(".", "/") + ".py")).exists()

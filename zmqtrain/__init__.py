@@ -5,12 +5,19 @@ Names that need jax are loaded when they are first used, so that the broker runs
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, RunStopped, ZmqTrainError
+from zmqtrain.core.installed import package_version
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import VERSION as __version__
+
+if sys.platform == "win32":
+    raise ImportError(
+        "zmqtrain does not run in Windows itself. It runs in WSL2: `wsl --install` in PowerShell, then install "
+        "zmqtrain in the Linux that it opens"
+    )
 
 if TYPE_CHECKING:
     from zmqtrain import records
@@ -33,6 +40,8 @@ if TYPE_CHECKING:
     from zmqtrain.train.program import Program
     from zmqtrain.train.step import LoopHooks
     from zmqtrain.train.sync import DelayedSync
+
+    __version__: str
 
 __all__ = [
     "connect",
@@ -108,6 +117,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return package_version()
     if name == "records":
         return import_module("zmqtrain.records")
     if name not in _HOMES:

@@ -48,6 +48,7 @@ from zmqtrain.core.errors import (
     SteppedDown,
 )
 from zmqtrain.core.settings import RunSettings
+from zmqtrain.protocol.framing import PROTOCOL_VERSION
 from zmqtrain.protocol.messages import Roster, replace_fields
 from zmqtrain.session.hub_session import Solitude
 from zmqtrain.transport import address as address_module
@@ -65,7 +66,7 @@ def test_the_umbrella_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_umbrella_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == main(["node", "--version"]) == 0
-    assert capsys.readouterr().out == 2 * f"zmqtrain {zmqtrain.__version__}\n"
+    assert capsys.readouterr().out == 2 * f"zmqtrain {zmqtrain.__version__}, protocol version {PROTOCOL_VERSION}\n"
 
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

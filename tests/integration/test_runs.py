@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+from pathlib import Path
 
 import jax
 import msgpack
@@ -15,13 +16,17 @@ import zmq
 from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 
 from zmqtrain.core.errors import ChannelFull, HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta, PeerLost
+from zmqtrain.core.installed import how_to_upgrade, package_version
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Counts, Lane, PeerId
 from zmqtrain.node.connect import connect
-from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message
+from zmqtrain.protocol.framing import PROTOCOL_VERSION, encode_refusal
 from zmqtrain.protocol.messages import Refused
+from zmqtrain.session.unequal import NEWER, OLDER
 from zmqtrain.transport.admission import Seats
 from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
+
+PROJECT = Path(__file__).parents[2]
 
 
 def finals(address, names, **options):
@@ -242,22 +247,34 @@ def test_a_node_of_another_protocol_version_is_told_so_and_the_others_go_on():
         await channel.send(Lane.CONTROL, other_version("Hello", {"name": "old"}))
         _, frames = await asyncio.wait_for(channel.receive(), 10)
         await channel.close()
-        answer = decode_message(frames[0])
-        assert isinstance(answer, Refused)
-        return answer
+        version, *stamp, kind, fields = msgpack.unpackb(frames[0])
+        assert (version, stamp, kind) == (PROTOCOL_VERSION + 1, [0, 0], "Refused"), "that version reads it"
+        return Refused(**fields)
 
     with broker(RunSettings(every=2, delay=1)) as hub:
         trainer = Trainer(hub.address, "pc-1")
         trainer.wait_until(lambda: trainer.steps > 2)
         refused = asyncio.run(hello(hub.address))
-        assert refused.reason == "protocol" and "install the same zmqtrain" in refused.text
+        assert refused.reason == NEWER
+        assert f"zmqtrain {package_version()} (protocol version {PROTOCOL_VERSION})" in refused.text
+        assert str(PROJECT) not in refused.text, "where the hub's files are is nobody's business"
         steps = trainer.steps
         trainer.wait_until(lambda: trainer.steps > steps + 10)
         trainer.stop.set()
         trainer.join()
 
 
-def test_a_broker_of_another_protocol_version_is_an_error_that_says_what_to_do():
+ANSWERS = {
+    "a newer hub that this node cannot read": (other_version("Welcome", {}), OLDER),
+    "a newer hub": ([encode_refusal(Refused(OLDER, "the hub has zmqtrain 9.1"), PROTOCOL_VERSION)], OLDER),
+    "an older hub": ([msgpack.packb([PROTOCOL_VERSION - 1, "Refused", {}])], NEWER),
+}
+
+
+@pytest.mark.parametrize("which", ANSWERS)
+def test_a_broker_of_another_protocol_version_is_an_error_that_says_what_to_type(which):
+    said, reason = ANSWERS[which]
+
     async def answer(address: list[str], ready: threading.Event, told: threading.Event) -> None:
         """Answer whatever comes, on whichever connection: who was not answered at once makes new ones."""
         channel = RouterChannel("tcp://127.0.0.1:0")
@@ -266,7 +283,7 @@ def test_a_broker_of_another_protocol_version_is_an_error_that_says_what_to_do()
             while True:
                 peer, _, _ = await channel.receive()
                 with contextlib.suppress(PeerLost):
-                    channel.send(peer, Lane.CONTROL, other_version("Welcome", {}))
+                    channel.send(peer, Lane.CONTROL, said)
 
         answering = asyncio.create_task(answer_all())
         address.append(channel.address)
@@ -280,8 +297,13 @@ def test_a_broker_of_another_protocol_version_is_an_error_that_says_what_to_do()
     thread.start()
     ready.wait()
     try:
-        with pytest.raises(JoinRefused, match=f"speaks protocol version {PROTOCOL_VERSION + 1}, this side speaks"):
+        with pytest.raises(JoinRefused) as caught:
             connect(address[0], timeout_seconds=60.0)
+        assert caught.value.reason == reason
+        assert f"this pc's zmqtrain {package_version()}" in str(caught.value).lower().replace(
+            "this pc has", "this pc's"
+        )
+        assert (how_to_upgrade() in str(caught.value)) is (reason == OLDER)
     finally:
         told.set()
         thread.join()

@@ -18,6 +18,7 @@ from zmqtrain.protocol.framing import (
     ProtocolVersionError,
     decode_message,
     encode_message,
+    encode_refusal,
     open_head,
     read_fields,
     split,
@@ -26,6 +27,7 @@ from zmqtrain.protocol.messages import (
     MESSAGES,
     Chunk,
     Fetch,
+    Refused,
     Roster,
     Snapshot,
 )
@@ -63,8 +65,26 @@ def test_a_field_of_another_type_is_refused_and_named():
 
 def test_another_protocol_version_is_told_apart_from_garbage():
     head = msgpack.packb([PROTOCOL_VERSION + 1, "Hello", {}])
-    with pytest.raises(ProtocolVersionError, match="install the same zmqtrain"):
+    with pytest.raises(ProtocolVersionError) as caught:
         decode_message(head)
+    assert (caught.value.theirs, caught.value.is_older) == (PROTOCOL_VERSION + 1, False)
+
+
+@pytest.mark.parametrize("theirs", ["6", True, -1, 1 << 40, None, 5.0, b"\x05"])
+def test_a_version_that_is_no_number_of_a_version_is_neither_older_nor_newer(theirs):
+    with pytest.raises(ProtocolVersionError) as caught:
+        decode_message(msgpack.packb([theirs, 0, 0, "Hello", {}]))
+    assert (caught.value.is_number, caught.value.is_older, caught.value.theirs) == (False, False, -1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sent"), [(4, PROTOCOL_VERSION), (5, 5), (PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 1)]
+)
+def test_a_refusal_has_the_version_of_its_reader_if_that_reads_it(theirs, sent):
+    refused = Refused("older", "upgrade")
+    version, incarnation, number, name, fields = msgpack.unpackb(encode_refusal(refused, theirs))
+    assert (version, incarnation, number, name) == (sent, 0, 0, "Refused")
+    assert fields == {"reason": "older", "text": "upgrade", "sequence": -1}, "older versions read these fields"
 
 
 def test_a_transfer_is_put_together_in_whatever_order_its_chunks_come():

@@ -11,7 +11,8 @@ from zmqtrain.broker.checkpoint import Keeper
 from zmqtrain.broker.core import BrokerCore, EffectHandlers, LoadMeter, MessageHandlers
 from zmqtrain.broker.deltas import PendingUploads, Receiver
 from zmqtrain.core.errors import ZmqTrainError
-from zmqtrain.core.types import VERSION, PeerId
+from zmqtrain.core.installed import package_version
+from zmqtrain.core.types import PeerId
 from zmqtrain.parameter_server.parameters import Parameters
 from zmqtrain.protocol.effects import Answer, Broadcast, SendTo
 from zmqtrain.protocol.messages import (
@@ -101,7 +102,7 @@ class AdminService:
             self._core.downlink.send(peer, message)
 
     def _answer(self, effect: Answer) -> None:
-        probed = Probed(effect.probe.number, time.time(), f"zmqtrain {VERSION}")
+        probed = Probed(effect.probe.number, time.time(), f"zmqtrain {package_version()}")
         self._core.downlink.answer(effect.peer, probed, effect.probe.answer)
 
     def _described(self, message: Message) -> Message:

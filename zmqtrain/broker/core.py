@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.snapshot import OPTIMIZER_STATE_MODELS
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
+from zmqtrain.core.installed import how_to_upgrade
 from zmqtrain.core.interfaces import Channel, HubChannel
 from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
 from zmqtrain.monitor.recorder import BrokerRecorder
@@ -22,6 +23,7 @@ from zmqtrain.planning.plans import ASSUMED_BITS, typical_rate
 from zmqtrain.planning.schedule import payload_rate
 from zmqtrain.protocol.effects import HubEffect, Reduce
 from zmqtrain.protocol.fencing import Stamp
+from zmqtrain.protocol.framing import ProtocolVersionError
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.messages import Message, Quarantine, Refused, Report, Scalar, Schedule, printable
@@ -29,6 +31,7 @@ from zmqtrain.protocol.standby import TAKES_OVER
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.environment import CodecExecutor, EffectQueue, clock
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
+from zmqtrain.session.unequal import TYPE
 from zmqtrain.transport.pacing import LinkShare
 
 logger = logging.getLogger(__name__)
@@ -262,6 +265,13 @@ class BrokerLog:
         self._called: dict[PeerId, str] = {}  # names of the peers that were logged last
         self._said: dict[tuple[str, PeerId], None] = {}  # what was logged of a node, and is logged once
         self._worse = False
+
+    def other_version(self, peer: PeerId, error: ProtocolVersionError) -> None:
+        """A process of another protocol version came: it is told so. Logged once for each peer."""
+        if self._is_first("version", peer):
+            upgrade = f"upgrade this hub, and start its broker again with its --checkpoint. {TYPE}{how_to_upgrade()}"
+            what = "upgrade that PC; it is told how" if error.is_older else upgrade
+            self._log.warning("%s cannot come in: %s: %s", printable(peer), error, what)
 
     # ------------------------------------------------------------------ the run
 

@@ -55,7 +55,6 @@ from zmqtrain.protocol.messages import (
     Publish,
     Push,
     ReduceChunk,
-    Refused,
     Relay,
     Snapshot,
 )
@@ -242,7 +241,8 @@ class Receiver:
             try:
                 self._take(peer, lane, frames)
             except ProtocolVersionError as error:
-                self._downlink.send(peer, Refused("protocol", str(error)))
+                self._downlink.refuse_version(peer, error)
+                self._core.log.other_version(peer, error)
             except (FramingError, RemoteProtocolError) as error:
                 fault = FAULT_SECONDS
                 self._core.expel(peer, error)

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from zmqtrain.checkpoint.files import open_arrays, write_arrays
 from zmqtrain.core.errors import CheckpointError, ConfigError
-from zmqtrain.core.types import VERSION, ModelSpec, Version, spec_from_plain, spec_to_plain
+from zmqtrain.core.installed import package_version
+from zmqtrain.core.types import ModelSpec, Version, spec_from_plain, spec_to_plain
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class ModelFacts:
     evaluation: Mapping[str, float] = field(default_factory=dict)
     evaluation_version: Version = -1
     leaves: ModelSpec = ()
-    zmqtrain: str = VERSION
+    zmqtrain: str = field(default_factory=package_version)
 
     @property
     def description(self) -> str:

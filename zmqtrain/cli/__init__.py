@@ -12,8 +12,6 @@ import sys
 from collections.abc import Collection, Sequence
 from importlib import import_module
 
-from zmqtrain import __version__
-
 COMMANDS = {
     "broker": "start the broker of a run, on the hub",
     "node": "train on this PC as a node of a run",
@@ -39,14 +37,14 @@ PLACES = {name: ("operate", f"{name}_main") for name in ("status", "stop", "prom
 PLACES["merge"] = ("export", "merge_main")
 
 USAGE = "usage: zmqtrain COMMAND [OPTIONS]      (zmqtrain COMMAND --help says more)\n\n"
-VERSION = "zmqtrain --version prints the version."
+VERSION = "zmqtrain --version prints the version, and that of the protocol."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code, 2 if there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--version"]:
-        print(f"zmqtrain {__version__}")
+        print(import_module("zmqtrain.cli.version").version_line())
         return 0
     listed = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())
     code = no_command("zmqtrain", arguments, COMMANDS, f"{USAGE}{listed}\n\n{VERSION}")

@@ -28,11 +28,11 @@ from rich.table import Table
 from zmqtrain.cli.display import Terminal, format_bytes, log_to_stderr, plural
 from zmqtrain.cli.settings import Hub, HubOptions, command
 from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused
-from zmqtrain.core.installed import has_nvidia_driver, how_to_install
+from zmqtrain.core.installed import has_nvidia_driver, how_to_install, package_version
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY
-from zmqtrain.core.types import VERSION
 from zmqtrain.planning.probe import LinkFigures, RoundTrips, measure_link
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
+from zmqtrain.session.unequal import NEWER, OLDER, TYPE
 from zmqtrain.transport.address import parse_address
 from zmqtrain.transport.key_folder import find_access
 from zmqtrain.transport.zmq_channels import libzmq_version
@@ -184,7 +184,7 @@ def look_at_machine(folder: Path) -> Machine:
         devices_error=error,
         has_nvidia_driver=has_nvidia_driver(),
         versions={
-            "zmqtrain": VERSION,
+            "zmqtrain": package_version(),
             "python": platform.python_version(),
             "libzmq": libzmq_version(),
             **{package: _version_of(package) for package in PACKAGES},
@@ -230,8 +230,6 @@ PROGRAM = "zmqtrain doctor"
 SICK = 1
 
 OK, FIX = "ok", "fix"
-TYPE = "Type:  "
-"""What stands before a command in a remedy."""
 FAST_ETHERNET = (60e6, 105e6)
 """Between these rates, in bits per second, a link of 100 Mb/s is at work."""
 SLOW_BITS = 500e6
@@ -320,8 +318,9 @@ def _run(config: DoctorConfig) -> int:
 
 
 def _unreached(error: HubUnreachable | JoinRefused, listens: bool) -> Finding:
-    if isinstance(error, JoinRefused) and error.reason == "protocol":
-        return Finding("hub", FIX, str(error), "install the same zmqtrain on the hub and on every node")
+    if isinstance(error, JoinRefused) and error.reason in (OLDER, NEWER):
+        text, kind, command = str(error).partition(TYPE)
+        return Finding("hub", FIX, text.rstrip(), kind + command)
     text, _, remedy = str(error).partition(": ")
     if isinstance(error, HubUnreachable) and listens:
         remedy = remedy or "something listens there: is it a zmqtrain-broker?"

@@ -34,7 +34,7 @@ from zmqtrain.core.errors import (
 )
 
 ERROR, NO_USE, INTERRUPTED = 2, 78, 130
-FINAL = frozenset({"key", "model", "revoked", "run", "superseded"})
+FINAL = frozenset({"key", "model", "older", "revoked", "run", "superseded"})
 """Reasons for a refusal that a restart does not change."""
 SHOW_CURSOR = b"\x1b[?25h\n"
 _watched: list[socket.socket] = []

@@ -31,10 +31,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from zmqtrain import __version__
 from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.version import version_line
 from zmqtrain.core.errors import ConfigError, NotHereYet
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RENAMED, RunSettings, read_steps, require
 from zmqtrain.planning.rules import check_rules
@@ -211,7 +211,7 @@ def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = N
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--version" in arguments:
-        print(f"zmqtrain {__version__}")
+        print(version_line())
         raise SystemExit(0)
     asks_help = not {"-h", "--help"}.isdisjoint(arguments)
     if asks_help:
@@ -222,7 +222,10 @@ def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = N
         return tyro.cli(
             kind,
             prog=program,
-            description=_describe(f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{program} --version prints the version."),
+            description=_describe(
+                f"{inspect.cleandoc(kind.__doc__ or '')}\n\n"
+                f"{program} --version prints the version, and that of the protocol."
+            ),
             args=arguments,
             default=default,
             config=(tyro.conf.FlagCreatePairsOff,),

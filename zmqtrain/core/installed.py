@@ -1,4 +1,4 @@
-"""How zmqtrain is installed here, and whether this PC has an NVIDIA driver: for commands that messages suggest.
+"""How zmqtrain is installed here, in which version, and whether this PC has an NVIDIA driver.
 
 Rule: what is said to type works as it is printed, in any folder; the project is in no package index.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import re
 import shlex
 import shutil
+import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
-
-from zmqtrain.core.types import VERSION
 
 PACKAGE = Path(__file__).parents[1]
 PACKAGES = (
@@ -25,7 +26,56 @@ PACKAGES = (
     "flax",
 )  # fmt: skip
 """The packages whose versions a record names, where they are installed."""
+DESCRIBED = re.compile(r"v(\d\S*)-(\d+)-(g[0-9a-f]+)")
+"""What `git describe --tags --long` prints: the newest tag, how many commits came after it, and the newest of them."""
+GIT_SECONDS = 5.0
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
+
+
+@cache
+def package_version() -> str:
+    """Return the version of this package, as 0.2.0, or 0.2.0.post3+g1a2b3c4 three commits after the tag v0.2.0.
+
+    Of a clone, that of its files: `git pull` does not change the version with which pip has recorded the clone.
+    Without a tag, they are counted from the version that pyproject.toml falls back to.  Of an installed copy, the
+    version that it was built with.
+    """
+    folder = PACKAGE.parent
+    if not _is_clone(folder):
+        try:
+            return version("zmqtrain")
+        except PackageNotFoundError:
+            return "unknown"
+    if not (folder / ".git").exists():
+        return _unpacked_version(folder) or _fallback_version(folder)
+    if found := DESCRIBED.fullmatch(_ask_git(folder, "describe", "--tags", "--long", "--match", "v[0-9]*")):
+        tagged, commits, commit = found.groups()
+        return tagged if commits == "0" else f"{tagged}.post{commits}+{commit}"
+    commits, commit = _ask_git(folder, "rev-list", "--count", "HEAD"), _ask_git(folder, "rev-parse", "--short", "HEAD")
+    return _fallback_version(folder) + (f".post{commits}+g{commit}" if commits and commit else "")
+
+
+def _ask_git(folder: Path, *question: str) -> str:
+    """Return what git prints; nothing where it is missing, or refuses."""
+    asking = ["git", "-C", str(folder), *question]
+    try:
+        return subprocess.run(asking, capture_output=True, text=True, check=True, timeout=GIT_SECONDS).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _unpacked_version(folder: Path) -> str:
+    """Return the version of an unpacked sdist; nothing for another folder."""
+    try:
+        found = re.search(r"^Version: (\S+)$", (folder / "PKG-INFO").read_text("utf-8"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def _fallback_version(folder: Path) -> str:
+    read = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
+    return str(read["tool"]["hatch"]["version"]["raw-options"]["fallback_version"])
 
 
 def has_nvidia_driver() -> bool:
@@ -49,7 +99,7 @@ def software() -> str:
         jax = f", jax {version('jax')}"
     except PackageNotFoundError:
         jax = ""
-    return f"zmqtrain {VERSION}, Python {platform.python_version()}{jax}"
+    return f"zmqtrain {package_version()}, Python {platform.python_version()}{jax}"
 
 
 def sharing_card(command: Sequence[str]) -> list[str]:
@@ -83,6 +133,15 @@ def command_word(name: str) -> str:
     if shutil.which(name) is None and (folder := clone_folder()) is not None and (folder / "bin" / name).is_file():
         return f"bin/{name}"
     return name
+
+
+def how_to_upgrade() -> str:
+    """Return the line that brings zmqtrain here to its newest version; where there is no clone, that of a wheel."""
+    pip = f"{shlex.quote(sys.executable)} -m pip install"
+    folder = clone_folder()
+    if folder is None:
+        return f"{pip} --upgrade zmqtrain-VERSION-py3-none-any.whl"
+    return f"cd {shlex.quote(str(folder))} && git pull && {pip} -e ."
 
 
 def how_to_install(extra: str = "") -> str:

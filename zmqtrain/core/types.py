@@ -17,9 +17,6 @@ from typing import Any, NamedTuple, NewType, TypeVar
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-VERSION = "0.2.0"
-"""Of this package: `zmqtrain.__version__`."""
-
 PeerId = NewType("PeerId", str)
 """A node, unique per process: its name, "#", and a random part. It sorts by name."""
 

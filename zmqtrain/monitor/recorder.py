@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.installed import package_versions
+from zmqtrain.core.installed import package_version, package_versions
 from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import VERSION, Array, Buffer, PeerId, Update, Version
+from zmqtrain.core.types import Array, Buffer, PeerId, Update, Version
 from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of, record, release_facts, set_aside
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Roster, Schedule, fields_of
@@ -38,7 +38,7 @@ some 2,700 in ten hours."""
 
 def process_facts() -> dict[str, Any]:
     """Return what the first record of a process says of it: versions, and the time of day at which it began."""
-    return {"zmqtrain": VERSION, "began": time.time(), "versions": package_versions()}
+    return {"zmqtrain": package_version(), "began": time.time(), "versions": package_versions()}
 
 
 class Recorder:

@@ -16,9 +16,12 @@ import msgspec
 from zmqtrain.core.errors import ConfigError, FramingError
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer
 from zmqtrain.protocol.fencing import MAX_INCARNATION, UNSTAMPED, Stamp
-from zmqtrain.protocol.messages import MESSAGES, Announcement, Chunk, Message
+from zmqtrain.protocol.messages import MESSAGES, Announcement, Chunk, Message, Refused
 
 PROTOCOL_VERSION = 5
+READ_SINCE = 5
+"""From this version on, the form of a head and the fields of Refused stay as they are: so peers of two versions can
+read why they cannot talk."""
 MAX_HEAD_BYTES = 1 << 20
 
 SHORT_BYTES = 256
@@ -36,15 +39,17 @@ class Head(NamedTuple):
 
 
 class ProtocolVersionError(FramingError):
-    """A peer speaks another version of this protocol: `theirs` against PROTOCOL_VERSION."""
+    """A peer speaks another version of this protocol: `theirs` against PROTOCOL_VERSION; -1 if it is no version.
+
+    is_number: it is a version.  is_older: it is lower than this side's.
+    """
 
     def __init__(self, theirs: object) -> None:
-        said = str(theirs) if type(theirs) is int else f"of type {type(theirs).__name__}"  # which may be a megabyte
-        super().__init__(
-            f"the other side speaks protocol version {said}, this side speaks {PROTOCOL_VERSION}: "
-            "install the same zmqtrain on the hub and on every node"
-        )
-        self.theirs = theirs
+        self.is_number = isinstance(theirs, int) and type(theirs) is int and 0 <= theirs < 1 << 31
+        said = str(theirs) if self.is_number else f"of type {type(theirs).__name__}"  # which may be a megabyte
+        super().__init__(f"the other side speaks protocol version {said}, this side speaks {PROTOCOL_VERSION}")
+        self.theirs = theirs if isinstance(theirs, int) and self.is_number else -1
+        self.is_older = self.is_number and self.theirs < PROTOCOL_VERSION
 
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in MESSAGES}
@@ -71,6 +76,12 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_plain)
 def encode_message(message: Message, stamp: Stamp = UNSTAMPED) -> bytes:
     """Return the head of a message: a few dozen bytes for most, about 60 bytes a leaf where a model is described."""
     return _ENCODER.encode((PROTOCOL_VERSION, *stamp, type(message).__name__, message))
+
+
+def encode_refusal(refused: Refused, theirs: int) -> bytes:
+    """Return the head of a refusal for a peer of version `theirs`: in that version, if its like is known here."""
+    version = theirs if theirs >= READ_SINCE else PROTOCOL_VERSION
+    return _ENCODER.encode((version, *UNSTAMPED, Refused.__name__, refused))
 
 
 def decode_message(frame: Buffer) -> Message:

@@ -11,7 +11,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zmqtrain.core.types import VERSION
+from zmqtrain.core.installed import package_version
 
 MOST_TEXT, MOST_NAME = 400, 64
 
@@ -125,7 +125,7 @@ def page(title: str, said: Sequence[str], sections: Sequence[tuple[str, str, Seq
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="generator" content="zmqtrain {VERSION}"><title>{escape(title)}</title>'
+        f'<meta name="generator" content="zmqtrain {package_version()}"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><header><h1>{escape(title, MOST_NAME * 4)}</h1>"
         f'{"".join(paragraph(one) for one in said)}</header><nav aria-label="Sections">{links}</nav>'
         f"<main>{body}</main></body></html>\n"

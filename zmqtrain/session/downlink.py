@@ -19,7 +19,7 @@ from zmqtrain.core.interfaces import HubChannel
 from zmqtrain.core.types import Buffer, Lane, PeerId, Version
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.fencing import Stamp
-from zmqtrain.protocol.framing import Assembler, encode_message, split
+from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, encode_message, encode_refusal, split
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.limits import PROBE_FRAME_BYTES
 from zmqtrain.protocol.messages import (
@@ -38,6 +38,7 @@ from zmqtrain.protocol.messages import (
     replace_fields,
 )
 from zmqtrain.session.environment import clock
+from zmqtrain.session.unequal import refuse_version
 from zmqtrain.transport.pacing import Credits, Outbox, RateMeter, Reservation, TokenBucket, Use
 
 
@@ -272,7 +273,13 @@ class Downlink:
 
     def send(self, peer: PeerId, message: Message, stamp: Stamp | None = None) -> None:
         """Send a control message. stamp: None for the next of the peer's connection."""
-        head = encode_message(message, self._owner.stamp(peer, True) if stamp is None else stamp)
+        self._send_head(peer, encode_message(message, self._owner.stamp(peer, True) if stamp is None else stamp))
+
+    def refuse_version(self, peer: PeerId, error: ProtocolVersionError) -> None:
+        """Tell a peer of another protocol version which of the two is the older, in the peer's version."""
+        self._send_head(peer, encode_refusal(refuse_version(error), error.theirs))
+
+    def _send_head(self, peer: PeerId, head: bytes) -> None:
         try:
             self._channel.send(peer, Lane.CONTROL, [head])
             self._count(len(head))

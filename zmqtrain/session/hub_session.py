@@ -37,6 +37,7 @@ from zmqtrain.protocol.messages import (
     Message,
     Publish,
     Quarantine,
+    Refused,
     Report,
     Roster,
     Snapshot,
@@ -46,6 +47,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.session.environment import EffectQueue, clock, environment
+from zmqtrain.session.unequal import cannot_join, with_upgrade
 from zmqtrain.transport.address import say_addresses
 from zmqtrain.transport.pacing import Gate, LinkShare, Reservation, TokenBucket, Use
 
@@ -683,12 +685,14 @@ class HubSession:
             try:
                 self._take(lane, frames)
             except ProtocolVersionError as error:
-                self.listener.on_failed(JoinRefused(f"{self.address}: {error}", "protocol"))
+                self.listener.on_failed(cannot_join(self.address, error))
             except FramingError as error:
                 self.carry_out(self.peer.distrust(str(error), clock.monotonic()))
 
     def _take(self, lane: Lane, frames: list[Buffer]) -> None:
         (stamp, message), now = decode_head(frames[0]), clock.monotonic()
+        if isinstance(message, Refused):
+            message = with_upgrade(message)
         if (instead := self.peer.judge(stamp, message, now, lane is Lane.CONTROL)) is not None:
             return self.carry_out(instead)
         self.peer.saw(now)
