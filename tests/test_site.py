@@ -49,9 +49,12 @@ class Loads(HTMLParser):
             self.files.append(given.get("href", ""))
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
+def test_every_page_is_in_the_navigation(site: Path) -> None:
     named = re.findall(r"([\w/.-]+\.md)$", CONFIG.read_text().partition("\nnav:")[2], re.MULTILINE)
-    assert sorted(named) == sorted(["index.md", *PAGES])
+    assert len(named) == len(set(named))
+    assert set(named) <= {"index.md", *PAGES}
+    shown = (site / "index.html").read_text()
+    assert [page for page in PAGES if f'href="{page.removesuffix("README.md").removesuffix(".md")}' not in shown] == []
 
 
 def test_every_page_is_built_and_loads_nothing_from_another_host(site: Path) -> None:

@@ -25,6 +25,16 @@ ITEM = re.compile(r" *(?:[-*+]|\d+\.) ")
 FENCE = "```"
 
 
+def on_config(config: Any, **kwargs: Any) -> Any:
+    """Put the pages that the navigation does not name under More, so that no page is lost."""
+    named = re.findall(r"[\w/.-]+\.md", repr(config.nav))
+    docs = Path(config.docs_dir)
+    pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
+    if more := [page for page in pages if page not in named]:
+        config.nav.append({"More": more})
+    return config
+
+
 def on_files(files: Any, config: Any, **kwargs: Any) -> Any:
     """Add README.md as the first page, with its links as from docs/; and the script of a search from a disk."""
     files.append(File.generated(config, FIRST_PAGE, content=INTO_DOCS.sub("](", README.read_text("utf-8"))))
