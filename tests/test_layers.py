@@ -63,8 +63,10 @@ PURE_ROOMS = (
     "sim/pipeline.py",
 )
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
-ENVIRONMENT_READERS: dict[str, str] = {}
-"""File that may read the environment: the reason. There is none: a setting comes from a flag or a file."""
+ENVIRONMENT_READERS = {
+    "core/launcher.py": "a service manager says there where it listens, and a launcher of jobs which rank a process has"
+}
+"""File that may read the environment: the reason. No setting comes from there: it comes from a flag or a file."""
 
 BROKER = ("zmqtrain.cli.broker", "zmqtrain.broker.broker")
 

@@ -3,6 +3,7 @@
     python ring_and_all_to_all.py                                # a broker and four processes on this PC
     zmqtrain-broker                                              # or by hand: on the hub,
     python ring_and_all_to_all.py tcp://hub:5555 --keys ~/lab.key_secret     # and on each of four PCs
+    srun -n 4 python ring_and_all_to_all.py tcp://hub:5555 --size environment    # or four tasks of a Slurm job
 
 An array is announced by a begin mark (how many values come) and followed by an end mark (its checksum), each a message
 with a tag of its own. Nobody waits for a certain message: each process looks for messages, and takes them.
@@ -129,11 +130,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hub", nargs="?", help="the broker's address, as tcp://hub:5555; none: start all of it here")
     parser.add_argument("--keys", help="this PC's key file (NAME.key_secret), where the broker has keys")
-    parser.add_argument("--size", type=int, default=4, help="how many processes there are (default %(default)s)")
+    parser.add_argument("--size", default="4", help='how many there are, or "environment": as srun or mpirun says')
     parser.add_argument("--megabytes", type=float, default=400, help="of each array, int32 (default %(default)g)")
     options = parser.parse_args()
-    if options.size < 1 or options.megabytes < 0:
-        parser.error("--size must be at least 1, and --megabytes not below 0")
+    if options.size != "environment" or options.hub is None:
+        options.size = int(options.size) if options.size.isdecimal() else 0
+        if options.size < 1:
+            parser.error("--size must be at least 1, or environment where srun or mpirun has started this")
+    if options.megabytes < 0:
+        parser.error("--megabytes must not be below 0")
     if options.hub is not None:
         be_one_process(options)
     elif failed := start_all(options):

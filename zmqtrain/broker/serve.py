@@ -32,6 +32,7 @@ from zmqtrain.transport.address import public_address
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.key_folder import HUB, KeyFolder, Stamp
 from zmqtrain.transport.pacing import LinkShare
+from zmqtrain.transport.service_manager import ServiceManager
 from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 
@@ -158,6 +159,7 @@ def serve(
     interrupted: Callable[[int], None] | None = None,
     standby: StandbyPlace | None = None,
     following: Callable[[Standby], None] = lambda standby: None,
+    manager: ServiceManager | None = None,
     **options: Unpack[ServeOptions],
 ) -> BrokerStatistics:
     """Run a broker in this thread until the run is over or it is stopped; return its last figures.
@@ -167,14 +169,19 @@ def serve(
     first stops the broker (in the main thread only; None leaves signals alone, and an ignored SIGHUP stays ignored).
     standby: the broker that this one follows until it takes over (settings are then that one's); if it never does, the
     figures have version -1.  following: called in its loop once the first has answered.
+    manager: the service manager that hears when the broker serves, that its loop goes on, and when it stops.
     Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first broker), and the error that ended it.
     """
-    return asyncio.run(_Host(address, settings, standby, options, ready, following, interrupted).run())
+    host = _Host(address, settings, standby, options, ready, following, interrupted, manager or ServiceManager())
+    return asyncio.run(host.run())
 
 
 @dataclass
 class _Host:
-    """One call of `serve`, whose arguments it has. broker: the one that runs, if it has begun."""
+    """One call of `serve`, whose arguments it has.
+
+    follower: the standby that runs, until it takes over.  broker: the one that runs, if it has begun.
+    """
 
     address: str
     settings: RunSettings | None
@@ -183,7 +190,9 @@ class _Host:
     ready: Callable[[Broker], None]
     following: Callable[[Standby], None]
     interrupted: Callable[[int], None] | None
+    manager: ServiceManager
     registration: Registration | None = None
+    follower: Standby | None = None
     broker: Broker | None = None
 
     async def run(self) -> BrokerStatistics:
@@ -193,13 +202,30 @@ class _Host:
         folder = keys if isinstance(keys, KeyFolder) else None
         pair = keys.hub(make=first) if isinstance(keys, KeyFolder) else keys
         channel = RouterChannel(self.address, keys=pair, admission=None if folder is None else Admission())
-        watcher = None if folder is None else asyncio.create_task(KeyWatcher(channel, folder, self).run())
+        beside = [] if folder is None else [asyncio.create_task(KeyWatcher(channel, folder, self).run())]
+        if self.manager.listens:
+            beside.append(asyncio.create_task(self._report()))
         try:
             return await self._live(channel, RouterAccess(channel, folder, pair))
         finally:
-            if watcher is not None:
-                watcher.cancel()
-                await asyncio.gather(watcher, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+
+    async def _report(self) -> None:
+        """Report to the service manager for ever, in the loop: a loop that hangs does not feed the watchdog."""
+        while True:
+            self.manager.alive(self._status())
+            await asyncio.sleep(self.manager.interval_seconds)
+
+    def _status(self) -> str:
+        if self.broker is not None:
+            hub = self.broker.hub
+            nodes = f"{hub.nodes} node{'' if hub.nodes == 1 else 's'}"
+            return f"{hub.run}: {nodes}, {f'version {hub.version}' if hub.version >= 0 else 'nobody has trained yet'}"
+        if self.follower is not None:
+            return f"{self.follower.follower.run}: the standby of its broker"
+        return "starting"
 
     def dismiss(self, peer: PeerId, why: str) -> None:
         if self.broker is not None:
@@ -212,9 +238,9 @@ class _Host:
                 await channel.close()
                 return BrokerStatistics(-1, 0, 0, 0, 0, 0, 0.0, 0, 0)
             self.broker = broker = await self._make_broker(channel, access, takeover)
-            if self.interrupted is not None:
-                _stop_at_signals(broker, self.interrupted)
+            self._stop_at_signals(broker)
             self.ready(broker)
+            self.manager.ready(self._status())
             await broker.run()
         finally:
             if self.registration is not None:
@@ -226,11 +252,15 @@ class _Host:
 
     async def _follow(self, channel: RouterChannel, access: RouterAccess, place: StandbyPlace) -> TakeoverState | None:
         public = place.address or public_address(self.address, channel.address, place.first)
-        follower = Standby(channel, place, public, access)
+        self.follower = follower = Standby(channel, place, public, access)
         channel.remember(follower.owner_of)
-        if self.interrupted is not None:
-            _stop_at_signals(follower, self.interrupted)
-        return await follower.run(self.following)
+        self._stop_at_signals(follower)
+
+        def follows(standby: Standby) -> None:
+            self.following(standby)
+            self.manager.ready(self._status())
+
+        return await follower.run(follows)
 
     async def _make_broker(
         self, channel: RouterChannel, access: RouterAccess, takeover: TakeoverState | None
@@ -254,21 +284,24 @@ class _Host:
         channel.remember(broker.hub.records.owner)
         return broker
 
-
-def _stop_at_signals(broker: Broker | Standby, interrupted: Callable[[int], None]) -> None:
-    loop, count = asyncio.get_running_loop(), 0
-
-    def signalled(number: signal.Signals) -> None:
-        nonlocal count
-        if number is signal.SIGHUP and count:  # a shell and the system may both send it
+    def _stop_at_signals(self, running: Broker | Standby) -> None:
+        """Have each signal that ends a broker call `interrupted`, if there is one, and stop what runs."""
+        if self.interrupted is None:
             return
-        count += 1
-        broker.stop()
-        interrupted(count)
+        loop, interrupted, count = asyncio.get_running_loop(), self.interrupted, 0
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            loop.add_signal_handler(number, signalled, number)
+        def signalled(number: signal.Signals) -> None:
+            nonlocal count
+            if number is signal.SIGHUP and count:  # a shell and the system may both send it
+                return
+            count += 1
+            running.stop()
+            self.manager.stopping(self._status())
+            interrupted(count)
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                loop.add_signal_handler(number, signalled, number)
 
 
 class BrokerThread:

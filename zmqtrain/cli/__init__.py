@@ -23,6 +23,7 @@ COMMANDS = {
     "promote": "tell a standby to take over its run",
     "plan": "what a run can be set to, and what it then does: before it begins",
     "doctor": "whether this PC can train with a hub, and what to fix",
+    "units": "the systemd units of a broker and of nodes, as services",
     "keys": "make, list and revoke the keys with which PCs come in",
     "report": "pictures and tables of a recorded run, or of several, in one file",
     "export": "take the model out of a run, or out of its folder",

@@ -27,6 +27,7 @@ from zmqtrain.cli.ending import leave_at_once
 from zmqtrain.cli.settings import File, Folder, PortOptions, RunOptions, check_host, command
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.installed import clone_folder, command_word
+from zmqtrain.core.launcher import service
 from zmqtrain.core.settings import RunSettings, require
 from zmqtrain.monitor.recorder import BrokerRecorder, process_facts
 from zmqtrain.monitor.tensorboard import ScalarThread, ScalarWriter
@@ -36,6 +37,7 @@ from zmqtrain.protocol.messages import Roster
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.key_folder import EVERY_PC, KeyFolder, default_key_folder
 from zmqtrain.transport.pacing import ConnectionLimits
+from zmqtrain.transport.service_manager import ServiceManager
 from zmqtrain.transport.zmq_keys import descriptor_room
 
 
@@ -223,6 +225,7 @@ class _BrokerProgram:
                 standby=self._standby,
                 beginning=self._beginning,
                 following=self._following,
+                manager=ServiceManager(service()),
             )
         finally:
             self._display.close()

@@ -215,11 +215,6 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     elif roster.every:
         codec = hub.get("codec", "")
         way = f"k {roster.every}, d {roster.delay}" + (f", {printable(str(codec))}" if codec else "")
-    full = ""
-    if hub.get("waits_for_room"):
-        full = "the broker's disk is full: nothing is released until there is room"
-    elif hub.get("unsaved"):
-        full = "the broker's disk is full: no checkpoint is written until there is room"
     pushes, clients = (
         _counted(_count(served, "pushes"), "push", "pushes"),
         _counted(_count(served, "clients"), "client"),
@@ -238,7 +233,7 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         f"{quarantined} quarantined" if quarantined else "",
         f"{_counted(refused, 'delta')} refused" if refused else "",
         f"{format_count(turned_away)} turned away at its port in the last minute" if turned_away else "",
-        full,
+        full_disk(roster),
         f"term {term}" if (term := _count(hub, "term")) else "",
         f"standby {standby}" if (standby := _word(hub, "standby")) else "",
         f"without {missing}" if missing else "",
@@ -247,6 +242,15 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     scores = f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else ""
     gain = roster_gain(roster)
     return " · ".join(filter(None, parts)) + scores + _worse(roster) + (f"{separator}{gain}" if gain else "")
+
+
+def full_disk(roster: Roster) -> str:
+    """Say that the broker's disk is full, and what waits for it; "" if it is not."""
+    if roster.hub.get("waits_for_room"):
+        return "the broker's disk is full: nothing is released until there is room"
+    if roster.hub.get("unsaved"):
+        return "the broker's disk is full: no checkpoint is written until there is room"
+    return ""
 
 
 def _worse(roster: Roster) -> str:

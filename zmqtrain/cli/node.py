@@ -50,6 +50,7 @@ from zmqtrain.cli.settings import (
 )
 from zmqtrain.core.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.core.installed import command_word
+from zmqtrain.core.launcher import service
 from zmqtrain.core.settings import RunSettings, require
 from zmqtrain.core.specs import parse_bytes
 from zmqtrain.monitor.recorder import NodeRecorder, process_facts
@@ -66,6 +67,7 @@ from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.synchronous import Allreduce, Server, Synchronous
 from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.key_folder import Access, find_access
+from zmqtrain.transport.service_manager import ServiceManager
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +231,8 @@ def _run(config: NodeConfig) -> int:
     log_to_stderr(config.verbose, config.log_file)
     if config.follow_stdin:
         threading.Thread(target=_end_with_stdin, name="zmqtrain-stdin", daemon=True).start()
-    interruption = Interruption()
+    manager = ServiceManager(service())
+    interruption = Interruption(manager)
     interruption.install()
     if config.checkpoint is None or not any(config.checkpoint.glob("checkpoint-*")):  # which may know another place
         check_host(config.hub)
@@ -262,6 +265,7 @@ def _run(config: NodeConfig) -> int:
                 writer.node = node.name
                 scalars = ScalarThread(writer, node)
                 interruption.goodbyes.append(scalars.close)
+            manager.ready(f"{node.name}: a node of {node.run} at {node.address}")
             check_shards(config.lockstep, node.settings)  # before it waits for others
             from zmqtrain.train.leaves import host_leaves  # these import jax: not before the hub has answered
             from zmqtrain.train.program_wrappers import on_all_devices
@@ -394,10 +398,12 @@ class Interruption:
 
     The loop calls it as its `stop`. Before the first step has ended, the first signal ends the process from a thread of
     its own, because the main thread may compile for long. While the main thread waits for data, it ends the waiting.
-    goodbyes: called in order before such an end, for GOODBYE_SECONDS at most.
+    goodbyes: called in order before such an end, for GOODBYE_SECONDS at most.  manager: the service manager; the first
+    signal is reported to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, manager: ServiceManager | None = None) -> None:
+        self._manager = manager or ServiceManager()
         self.asked = self.leaves = False
         self.display: Display | None = None
         self.goodbyes: list[Callable[[], object]] = []
@@ -416,6 +422,7 @@ class Interruption:
         """Record a signal at once, in the thread that watches for signals."""
         if count > 1:
             leave_at_once()
+        self._manager.stopping("ends after its step, once what it has computed is sent")
         if self._beginning:
             self.leaves = True
             threading.Thread(target=self._leave, name="zmqtrain-leaving", daemon=True).start()

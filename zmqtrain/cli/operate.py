@@ -17,7 +17,15 @@ import tyro
 from rich.table import Table
 
 from zmqtrain.cli import no_command
-from zmqtrain.cli.display import Display, RosterTable, Terminal, log_to_stderr, roster_headline, roster_legend
+from zmqtrain.cli.display import (
+    Display,
+    RosterTable,
+    Terminal,
+    full_disk,
+    log_to_stderr,
+    roster_headline,
+    roster_legend,
+)
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import File, Folder, Hub, HubOptions, Hubs, check_host, command, read_config
 from zmqtrain.core.errors import ConfigError, HubUnreachable
@@ -25,11 +33,14 @@ from zmqtrain.core.installed import command_word
 from zmqtrain.node.connect import connect, promote, stop
 from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
+from zmqtrain.protocol.members import name_missing
 from zmqtrain.protocol.messages import MAX_SENTENCE, Roster, fields_of, printable
 from zmqtrain.transport.address import parse_address, parse_addresses
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
 
 LOOK_SECONDS = 0.05
+NOT_WELL = 1
+"""The exit code of `status --check` where the broker answers and something is wrong."""
 KEYS = "zmqtrain keys"
 KEYS_USAGE = """usage: zmqtrain keys COMMAND [OPTIONS]
        zmqtrain keys COMMAND --help says more
@@ -49,6 +60,10 @@ class StatusConfig(HubOptions):
     behind. up, down: the bytes it has sent and received. link: the rate of its port, as it said or as the broker
     measured it. device: what the node trains on. k, d: steps between two offers, and until their aggregate is applied.
     *: the node that scores the shared model on held-out data.
+
+    With --check the exit code is the answer, and one line says why. 0: all is well. 1: the broker answers, and
+    something is wrong (its disk is full, a broker of several is missing, the node of --node is not there), or the run
+    ends. 2: no broker answers, or it does not let this PC in.
     """
 
     hub: Hubs
@@ -58,10 +73,18 @@ class StatusConfig(HubOptions):
     """Go on showing it until Ctrl-C."""
     json: bool = False
     """One JSON object (with --watch: one a line for each report of the broker)."""
+    check: bool = False
+    """Only say whether all is well, by one line and the exit code: for probes and scripts."""
+    node: str = ""
+    """With --check: a node of this name must take part in the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_addresses(self.hub)
+        if self.check and (self.watch or self.json):
+            raise ConfigError("--check says one line and ends: leave --watch and --json out")
+        if self.node and not self.check:
+            raise ConfigError("--node is for --check: without it the table has all nodes")
 
 
 def _show_status(config: StatusConfig) -> int:
@@ -72,6 +95,8 @@ def _show_status(config: StatusConfig) -> int:
     ) as node:
         roster = _first_roster(node, config.wait_seconds)
         title = f"{node.settings.program or 'custom loops'} at {node.address}"
+        if config.check:
+            return _check(roster, node.run, config.node)
         if config.watch:
             _watch(node, title, config.json)
         elif config.json:
@@ -82,6 +107,35 @@ def _show_status(config: StatusConfig) -> int:
 
 
 status_main = command(StatusConfig, "zmqtrain status", _show_status)
+
+
+def _check(roster: Roster, run: str, name: str) -> int:
+    """Print whether all is well with a run; return the exit code of --check."""
+    if wrong := faults(roster, name):
+        print(f"{run}: {'; '.join(wrong)}")
+        return NOT_WELL
+    print(f"{run}: ok, {roster_headline(roster).partition(' · ')[2]}")
+    return 0
+
+
+def faults(roster: Roster, name: str = "") -> list[str]:
+    """Return what somebody should look at, in words; nothing if all is well.
+
+    name: of a node that must take part, "" for none.
+    """
+    hub, missing, ends = roster.hub, name_missing(roster.shards), 0 < roster.units_total <= roster.units_done
+    found = ["the run is over, or ends"] if ends or hub.get("ending") else []
+    if full := full_disk(roster):
+        found.append(full)
+    if missing:
+        found.append(f"without {missing}")
+    if name:
+        states = [str(member.get("state")) for member in roster.members if member.get("name") == name]
+        if not states:
+            found.append(f"no node is named {printable(name)}")
+        elif "quarantined" in states:
+            found.append(f"{printable(name)} is quarantined")
+    return found
 
 
 def _print_roster(roster: Roster, title: str) -> None:

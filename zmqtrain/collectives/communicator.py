@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, update_wrapper
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -76,11 +76,14 @@ from zmqtrain.collectives.reductions import OPERATIONS, Function, Reduction, fin
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
 from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.core.interfaces import Port
+from zmqtrain.core.launcher import ENVIRONMENT, job_step
 from zmqtrain.protocol.framing import pack_value, unpack_value
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
 TIMEOUT_SECONDS = 120.0
 """How long a wait waits where nobody says otherwise: longer than a first step compiles."""
+
+DEFAULT_GROUP = "default"
 
 _LINGER_SECONDS = 1.0  # for the port to send what it has queued
 _HIGHEST_TAG = (1 << 63) - 1
@@ -148,10 +151,10 @@ class Communicator:
     def create(
         cls,
         hub: str,
-        size: int,
+        size: int | Literal["environment"],
         rank: int | None = None,
         *,
-        group: str = "default",
+        group: str = DEFAULT_GROUP,
         name: str | None = None,
         server_key: GivenServerKey = None,
         keys: GivenKeys = None,
@@ -159,12 +162,19 @@ class Communicator:
     ) -> Self:
         """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's communicator.
 
-        rank: the wanted rank, from 0; None: by arrival.  group: processes that give the same name meet.
-        name: for people.  server_key, keys: as for `zmqtrain.connect`, but no key file is searched.
+        size: or "environment": size and rank are what srun, mpirun or mpiexec says, and the default group is one for
+        this job step alone.  rank: the wanted rank, from 0; None: by arrival.
+        group: processes that give the same name meet.  name: for people.
+        server_key, keys: as for `zmqtrain.connect`, but no key file is searched.
         timeout_seconds: how long to wait for the others, and the default of every wait.
         Raises ConfigError, HubUnreachable, JoinRefused (the others ask for something else), CollectiveTimeout (who is
         here, and how many are missing).
         """
+        if size == ENVIRONMENT:
+            if rank is not None:
+                raise ConfigError(f'size="environment" takes the rank from there too: leave rank={rank} out')
+            step = job_step()
+            size, rank, group = step.size, step.rank, (step.job or group) if group == DEFAULT_GROUP else group
         port = open_port(
             hub, size, rank, group=group, name=name, server_key=server_key, keys=keys, timeout_seconds=timeout_seconds
         )

@@ -96,10 +96,17 @@ class CurveKeys:
         if secret is None:
             raise ConfigError(f"{path} holds a public key only; the file of a pair is named NAME.key_secret")
         with contextlib.suppress(OSError):
-            if os.name == "posix" and stat.S_IMODE(os.stat(path).st_mode) & 0o077:
+            if os.name == "posix" and _is_open(os.stat(path)):
                 logger.warning("%s is a secret that others on this machine can read: chmod 600 %s", path, path)
         found = re.search(r'^\s*server-key\s*=\s*"([^"\n]*)"', Path(path).read_text("utf-8", "replace"), re.MULTILINE)
         return cls(public, secret, found[1].encode() if found else b"")
+
+
+def _is_open(file: os.stat_result) -> bool:
+    """Whether others than its owner can read a secret's file. A group may read a file of root's: systemd and Kubernetes
+    give one to a service that way, and only root can have made it so."""
+    of_root = file.st_uid == 0 and os.geteuid() != 0
+    return bool(stat.S_IMODE(file.st_mode) & (0o037 if of_root else 0o077))
 
 
 Credentials = tuple[bytes | None, CurveKeys | None]
@@ -182,10 +189,14 @@ def _at_home(path: Path | str) -> Path:
 
 
 def _load(path: Path | str) -> tuple[bytes, bytes | None]:
-    if not Path(path).is_file():
-        raise ConfigError(f"there is no file {path}: it is made on the hub (zmqtrain keys new), and copied from there")
     try:
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"there is no file {path}: it is made on the hub (zmqtrain keys new), and copied from there"
+            )
         return load_certificate(path)
+    except PermissionError as error:
+        raise ConfigError(f"this user may not read the key {path}: who runs zmqtrain must own that file") from error
     except (OSError, ValueError, IndexError) as error:  # the last: a line that has no "="
         raise ConfigError(
             f"there is no key in {path}: a PC's key is the file NAME.key_secret that zmqtrain keys new makes on the hub"
