@@ -249,7 +249,7 @@ class Check:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--units", type=int, default=150, help="of the run (default %(default)s)")
+    parser.add_argument("--units", type=int, default=400, help="of the run (default %(default)s)")
     parser.add_argument("--json", help="write the rows to this file, too")
     options = parser.parse_args()
     missing = [program for program in PROGRAMS if shutil.which(program, path=PATHS) is None]
