@@ -156,7 +156,7 @@ def brokers_requirements() -> list[str]:
 
 def test_a_broker_needs_what_zmqtrain_needs_without_jax() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    wanted = names_of(project["dependencies"] + project["optional-dependencies"]["fast"])
+    wanted = names_of(project["dependencies"])
     for name in ("jax", "jaxlib", "optax"):
         del wanted[name]
     assert names_of(brokers_requirements()) == wanted
