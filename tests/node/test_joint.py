@@ -85,7 +85,7 @@ class Leader(ScriptedExchange):
             yield from source(unit)
 
     def describe(self, **facts):
-        self.facts = getattr(self, "facts", {}) | facts
+        self.facts = getattr(self, "facts", {}) | {name: fact for name, fact in facts.items() if fact is not None}
 
     def close(self, reason=""):
         self.closed = True
@@ -221,6 +221,18 @@ class Diverging(Leader):
 def test_what_the_node_raises_is_raised_in_all_processes():
     _, results = together(Diverging(every=2), lambda node, index: walk(node))
     assert [type(one) for one in results] == [NonFiniteDelta] * 3
+
+
+class Unreadable(Leader):
+    def statistics(self):
+        if self.reports:
+            raise MemoryError("no room")
+        return super().statistics()
+
+
+def test_an_error_after_the_answer_is_raised_in_all_processes():
+    _, (first, *others) = together(Unreadable(every=2), lambda node, index: walk(node))
+    assert isinstance(first, MemoryError) and [type(one) for one in others] == [ZmqTrainError] * 2
 
 
 class Stopping(Leader):

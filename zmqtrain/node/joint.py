@@ -2,11 +2,11 @@
 
 The first process speaks with the hub. All processes have a `JointNode`, and make the same calls of it in the same
 order, as they do with the functions that JAX compiles for all of them.
-Rule 1: what the exchange answers is decided by the first process and told to all; so whatever follows from it is the
-same everywhere, and nobody waits for a call that another one does not make. What it raises is raised by all.
-Rule 2: an aggregate is told decoded, in float32 and bit for bit, so that the anchor is the same in all processes.
-Rule 3: what may take long (joining, a data unit, an aggregate in strict mode) is told to be awaited once a second,
-because a collective that takes minutes counts as failed.
+Rule 1: the first process asks the exchange and sends each answer to all. So all processes do the same, and none waits
+for a call that another one does not make. An error of the exchange, too, is raised in all processes.
+Rule 2: an aggregate is sent decoded, in float32 and bit for bit, so that the anchor is the same in all processes.
+Rule 3: joining, a data unit or an aggregate in strict mode may take minutes, and JAX counts a collective of minutes as
+failed. Therefore the first process sends, once a second, that it still waits.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 Packed = tuple[dict[str, Any], Sequence[Array]]
-"""What is told of an answer, and its arrays."""
+"""An answer as it is sent: its facts, as JSON can hold them, and its arrays."""
 
 END: Any = object()
 """In the place of a batch: there are no more."""
 
 TELL_SECONDS = 1.0
-"""How often the others are told that there is nothing yet, and for how long a data unit is awaited at a time."""
+"""How often the others hear that there is nothing yet, and for how long a data unit is awaited at a time."""
 
 
 class Line(Protocol):
@@ -225,7 +225,7 @@ class JointNode:
         self.name: str = told["name"]
         self.settings = RunSettings.from_dict(told["settings"])
         self._layout: Layout | None = None
-        self._update: Update | None = None  # told, and not polled yet
+        self._update: Update | None = None  # seen, and not polled yet
         self._unit = -1
         self._state, self._figures = ExchangeState(), ExchangeStatistics(-1, 0, 0, 0, 0.0, 0.0, 0, 0, None)
         self._schedule, self._fragments = StepSchedule(self.settings.every, self.settings.delay), tuple[int, ...]()
@@ -256,19 +256,23 @@ class JointNode:
     def _exchange(
         self, ask: Callable[[Leader], Any], *, waits: bool = False, pack: Callable[[Any], Packed] | None = None
     ) -> tuple[Any, dict[str, Any], Sequence[Array]]:
-        """Have the first process ask its node, and all know how that stands afterwards.
+        """Have the first process ask its node, and send all processes the answer and the state after it.
 
-        Returns (in the first process what the node has answered, what was told of it, its arrays).  pack: makes of the
-        answer what is told; without it, it is told as it is.
+        Returns (the answer, in the first process only; its facts; its arrays).  pack: makes facts and arrays of an
+        answer; without it the answer itself is the fact.
+        Nothing that can fail stands between asking and sending: the others would wait for an answer for ever.
         """
         leader = self.leader
         if leader is None:
             told, arrays = _hear(self._line)
             self._look(told["stands"])
             return None, told["facts"], arrays
-        answer = _lead(self._line, lambda: ask(leader), waits)
-        facts, own = ({"answer": answer}, ()) if pack is None else pack(answer)
-        stands = _stands(leader, self.settings)
+
+        def asked() -> tuple[Any, Packed, dict[str, Any]]:
+            answer = ask(leader)
+            return answer, ({"answer": answer}, ()) if pack is None else pack(answer), _stands(leader, self.settings)
+
+        answer, (facts, own), stands = _lead(self._line, asked, waits)
         self._line.tell({"stands": stands, "facts": facts}, own)
         self._look(stands)
         return answer, facts, own
@@ -341,7 +345,7 @@ class JointNode:
         return sequence
 
     def peek(self) -> Update | None:
-        """See Exchange. An update is told when it is seen first."""
+        """See Exchange. An update is sent to the other processes when the first one sees it first."""
         known = self._update
 
         def pack(update: Update | None) -> Packed:
@@ -454,7 +458,7 @@ class JointNode:
         )
 
 
-# ---------------------------------------------------------------------- what is told
+# ---------------------------------------------------------------------- messages of the first process
 
 
 def _stands(leader: Leader, settings: RunSettings) -> dict[str, Any]:
@@ -472,7 +476,7 @@ def _stands(leader: Leader, settings: RunSettings) -> dict[str, Any]:
 
 
 def _packed(update: Update | None) -> Packed:
-    """Return what is told of an update, and all its arrays in one row."""
+    """Return the facts of an update, and all its arrays in one row."""
     if update is None:
         return {"update": None}, ()
     arrays: list[Array] = []

@@ -1,4 +1,4 @@
-"""Several processes of one `jax.distributed` program: leaves that lie on all of them, and what the first one tells.
+"""Several processes of one `jax.distributed` program: leaves that lie on all of them, and messages of the first one.
 
 Rule 1: each function and method here that says "all processes" is a collective of JAX: all processes call it, in one
 order. A process that does not call it holds up the others.
@@ -26,7 +26,7 @@ Vector = NDArray[np.float32]
 Words = NDArray[np.int32]
 
 HEAD_WORDS = 256
-"""What is told in one broadcast: the length in bytes, then so many bytes of it as there is room for."""
+"""The size of a message's first broadcast: its length in bytes, then as many of its bytes as there is room for."""
 FEWEST_WORDS, MOST_WORDS = 256, 1 << 20
 """The sizes of the broadcasts that follow a head, 1 KiB to 4 MiB: what a device must have free for one."""
 
@@ -103,7 +103,7 @@ def put(values: NDArray[Any], sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
-# ---------------------------------------------------------------------- what the first process tells
+# ---------------------------------------------------------------------- messages of the first process
 
 
 class Processes:
