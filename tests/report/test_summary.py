@@ -102,3 +102,9 @@ def test_versions_of_packages_are_those_of_each_process(tmp_path: Path) -> None:
         "the broker": "0.7.0",
         "pc1": "0.7.1",
     }
+
+
+def test_what_happened_before_training_began_costs_nothing(tmp_path: Path) -> None:
+    early = [event(0.6, "pc1", "lost"), event(0.9, "pc1", "joined")]
+    (fault,) = summary(tmp_path, [*broker(["pc1", "pc2"], seconds=10), *early]).faults
+    assert fault.seconds < 0 and fault.samples == 0

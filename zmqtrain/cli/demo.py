@@ -237,8 +237,8 @@ def _write_report(config: DemoConfig, records: Path, places: Sequence[str]) -> N
     notes = (
         f"Pace: {pace_sentence(config.pace_seconds)}.",
         f"The ideal: {ideal_sentence(config.nodes)}.",
-        "One node alone trains as it would without a broker: the bytes of that run go to a broker on this PC, and need "
-        "not be sent.",
+        "One node alone, and the ideal, train as they would without a broker: the bytes of their runs go to a broker "
+        "on this PC, and need not be sent.",
     )
     write_report(load_all([records / place for place in places]), config.output / REPORT, "The demo of zmqtrain", notes)
 

@@ -194,6 +194,7 @@ def draw_rates(summaries: Sequence[Summary]) -> str:
             axes.set_ylabel(text)
             axes.set_xlabel("seconds")
             axes.set_ylim(bottom=0)
+            axes.set_xlim(0, max([one.seconds for one in summaries] + [1e-9]))
         if len(summaries) > 1:
             _legend(rates)
         return _svg(figure)
@@ -214,7 +215,7 @@ def draw_lateness(summaries: Sequence[Summary]) -> str:
             times = np.sort(one.deltas["late"][np.isfinite(one.deltas["late"])])
             if times.size:
                 late.plot(*thin(1000 * times, np.linspace(0, 100, times.size), LINE_POINTS), color=colour)
-        stale.xaxis.get_major_locator().set_params(integer=True)
+        stale.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         stale.set_xlabel("versions behind" + (" (40: or more)" if most >= 40 else ""))
         stale.set_ylabel("% of deltas")
         late.set_xlabel("ms after the first delta of the round")

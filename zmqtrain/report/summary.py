@@ -274,8 +274,10 @@ class Summary:
             if what in ("lost", "killed", "cut"):
                 back = (then for then, who, how, _ in events[number + 1 :] if who == node and how in BEGINS)
                 away = next(back, math.inf) - at
-            rest = min(away, max(0.0, self.run.seconds - self.began - at))
-            found.append(Fault(at, node, what, text, away, rest * pace.get(node, math.nan)))
+            trained = min(at + away, self.run.seconds - self.began) - max(at, 0.0)  # what others trained meanwhile
+            found.append(
+                Fault(at, node, what, text, away, (0.0 if trained < 0 else trained) * pace.get(node, math.nan))
+            )
         return [*found, *self._dropped()]
 
     def _dropped(self) -> list[Fault]:
