@@ -270,6 +270,15 @@ def test_twenty_pcs_that_all_differ_are_planned_and_every_memory_is_respected():
     assert all(one.memory_bytes <= memories[one.pc] for one in stages)
 
 
+def test_twenty_pcs_of_four_kinds_do_no_less_together_than_each_kind_apart():
+    kinds = [(5500, 0.5), (7500, 0.7), (11_500, 1.0), (23_500, 1.5)]
+    pcs = [PC(name=f"{m}-{n}", memory_bytes=m, speed=speed) for m, speed in kinds for n in range(5)]
+    model = [layer(held=870, carry=4)] * 26
+    together = partition(model, pcs, 32, link=LINK)
+    apart = [partition(model, pcs[first : first + 5], 32, link=LINK) for first in range(0, 20, 5)]
+    assert together.micro_batches_per_second >= sum(one.micro_batches_per_second for one in apart) * (1 - 1e-9)
+
+
 # ---------------------------------------------------------------------- several cards in a PC
 
 
