@@ -58,7 +58,7 @@ def thin(x: Floats, y: Floats, most: int) -> tuple[Floats, Floats]:
     """Return a line of at most `most` points, of three at least: the first and the last one as they are, between them
     means of neighbours.
 
-    Points whose value is not finite are left out.
+    Points that are not finite are left out.
     """
     known = np.isfinite(y) & np.isfinite(x)
     x, y = x[known], y[known]

@@ -52,13 +52,13 @@ class RecordFile:
     def __init__(self, path: Path, inode: tuple[int, int]) -> None:
         self.path, self.inode = path, inode
         self.damaged = self.read_bytes = 0
-        self._rest = bytearray()  # of a line whose end is not there yet
+        self._rest = bytearray()  # the beginning of an unfinished line
         self._skips = False  # the rest of a line that is too long
 
     def read(self) -> Iterator[Record]:
         """Give the records that were not read yet, up to the end as it is now.
 
-        A file that has become shorter was written anew in place: it is not read on. A file that is gone ends.
+        A file that was truncated is not read on. A file that was removed ends.
         """
         try:
             file = os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
