@@ -38,7 +38,7 @@ def test_an_installed_copy_names_the_folder_that_it_was_installed_from(tmp_path,
     assert how_to_install("fast").startswith(f"cd '{clone}' && ")
 
 
-@pytest.mark.parametrize("extra", ["cuda12", "datasets", "fast", "plot"])
+@pytest.mark.parametrize("extra", ["cuda12", "datasets", "page", "plot", "tensorboard"])
 def test_every_extra_that_messages_name_is_in_pyproject(extra):
     assert f"\n{extra} = [" in (PROJECT / "pyproject.toml").read_text()
 
