@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=400, help="of the run (default %(default)s)")
     parser.add_argument("--json", help="write the rows to this file, too")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with this
     missing = [program for program in PROGRAMS if shutil.which(program, path=PATHS) is None]
     if os.geteuid() != 0 or missing:
         parser.error(f"this needs root, and Slurm and munge (missing: {', '.join(missing) or 'none'})")

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -255,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the rows to this file, too")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with this
     if os.geteuid() != 0 or not Path(SYSTEMD).exists():
         parser.error("this needs root, and systemd")
     with tempfile.TemporaryDirectory(prefix="zmqtrain-systemd-") as folder:
