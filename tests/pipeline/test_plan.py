@@ -68,6 +68,11 @@ def test_nodes_may_differ_in_speed_and_memory(capsys):
     assert min(layers["node-0"], layers["node-3"]) > max(layers["node-1"], layers["node-2"])
 
 
+def test_of_pipelines_of_different_lengths_it_says_which_one_the_figures_are_of(capsys):
+    assert main([*ASK, "--nodes", "5", "--memory", "24GB,6GB,6GB,6GB,6GB"]) == 0
+    assert "pipeline 1, the longest" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_head_makes_its_stage_slower_and_a_tied_one_costs_a_sum(capsys):
     _, apart = asked(capsys, "--vocabulary", "32000")
     _, tied = asked(capsys, "--vocabulary", "32000", "--tied", "--memory", "7GB")

@@ -137,6 +137,30 @@ def test_a_planned_pipeline_of_unequal_pcs_does_what_was_predicted():
     assert result.efficiency == pytest.approx(pipeline.efficiency, abs=0.01)
 
 
+@pytest.mark.parametrize(("name", "most"), [("1f1b", 1.14), ("2bw", 1.22)])
+def test_stages_that_differ_by_a_third_take_longer_than_the_plan_says_but_not_by_much(name, most):
+    forward, carries = [0.72, 0.97, 0.73], [300_000, 460_000, 0]
+    costs = [
+        SegmentCost(
+            name="layer",
+            forward_seconds=one,
+            backward_seconds=3 * one,
+            parameter_bytes=1,
+            held_bytes=1,
+            carry_bytes=size,
+        )
+        for one, size in zip(forward, carries, strict=True)
+    ]
+    pcs = [PC(name=pc, memory_bytes=10**8) for pc in "abc"]
+    (pipeline,) = partition(costs, pcs, 16, link=LINK, schedule=name, pcs_per_pipeline=3).pipelines
+    models = [
+        StageModel(one, 3 * one, 0.0, size, before)
+        for one, size, before in zip(forward, carries, [0, *carries], strict=False)
+    ]
+    short, long = (run(models, 16, Schedule(name), steps=steps).seconds for steps in (2, 3))
+    assert 1.05 < (long - short) / pipeline.step_seconds < most
+
+
 @given(
     st.integers(1, 6), st.integers(0, 6), st.floats(0.05, 2.0), st.floats(0.05, 2.0), st.floats(0.0, 0.7), st.booleans()
 )

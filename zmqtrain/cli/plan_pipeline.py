@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import log
 from typing import Any, NamedTuple
 
@@ -233,18 +233,13 @@ def simulated_row(
     for name, depth in ROWS:
         row: dict[str, float | None] = {}
         for boundary in dict.fromkeys((*BOUNDARIES, options.boundary)):
-            coded = segments_of(_with_boundary(options, boundary), question)
+            coded = segments_of(replace(options, boundary=boundary), question)
             schedule = Schedule(name, depth)
             planned = predict(ModelCosts(coded, schedule, options.micro_batches, link), stages)
             fits = all(one.memory_bytes <= by_name[one.pc].memory_bytes for one in planned.stages)
             row[boundary] = _simulated(schedule, planned, coded, link) if fits else None
         found[name if name == "gpipe" else f"{name}, {depth}"] = row
     return found
-
-
-def _with_boundary(options: PipelineOptions, boundary: str) -> PipelineOptions:
-    values = {name: getattr(options, name) for name in PipelineOptions.__dataclass_fields__}
-    return PipelineOptions(**values | {"boundary": boundary})
 
 
 def _simulated(
@@ -275,7 +270,7 @@ def advice_of(plan: Partition, best: Partition, options: PipelineOptions) -> str
             "A pipeline is not worth it: the model fits one node, and nodes that hold all of it have no bubble. Plan "
             f"them without --tokens, with --step-ms {1000 * seconds:.3g} for a batch of {options.tokens:,} tokens."
         )
-    said = ["Worth it: so these nodes train the most tokens a second that their memory allows."]
+    said = ["Worth it: no other use of these nodes trains more tokens a second."]
     if whole:
         said.append(f"Nodes that hold all of it: {whole}; they train beside the pipelines, without a bubble.")
     for one in several:
@@ -314,6 +309,9 @@ def _figures(
         "port": f"{max(longest.port_use):.0%} each way, the busiest",
         "all nodes": f"{format_count(tokens)} tokens/s",
     }
+    if len({len(one.stages) for one in plan.pipelines}) > 1:
+        number = 1 + plan.pipelines.index(longest)
+        rows["schedule"] += f"; the figures below and the simulation are of pipeline {number}, the longest"
     if longest.tied_seconds:
         rows["tied leaves"] = f"{longest.tied_seconds:.2f} s a step to sum their gradients"
     if len(longest.stages) == 1:

@@ -4,7 +4,9 @@ A step of a pipeline takes (M - 1) T + fill. T is the period: the longest that a
 or a hop there and back, for then K_s = 2(S-s)-1 micro-batches in flight hide the wire. The fill is the compute of one
 micro-batch at all stages, the hops between them, and the sums of tied leaves. Without flush (2bw) a step takes M T.
 With gpipe this is exact where one stage is the slowest both forward and backward. Messages queue where a port is busy
-for more than three quarters of the time: what that costs (a tenth, at 90 %), only a simulation says.
+for more than three quarters of the time: what that costs (a tenth, at 90 %), only a simulation says. So it does for
+stages that differ in compute by a third: K_s micro-batches in flight do not hide all of their waits, and a step takes
+up to an eighth longer (2bw: a fifth).
 
 Rule 1: the plan is the one with the most micro-batches a second over all pipelines. Data parallel has no bubble, so it
 has as few PCs a pipeline as hold the model, unless a PC fits nowhere else.
@@ -419,8 +421,8 @@ def _segment_does_not_fit(model: ModelCosts, segment: SegmentCost, needed: int, 
         helps = "With micro-batches of half the size it fits."
     else:
         helps = (
-            "An optimizer with less state, more memory, or cutting the segment in two would help. Its columns over two "
-            f"PCs would cost {columns:.2g} s a micro-batch on this link."
+            "An optimizer with less state, more memory, or cutting the segment in two would help. Splitting it over "
+            f"two PCs (tensor parallel) would cost {columns:.2g} s a micro-batch on this link."
         )
     message = (
         f"the segment {segment.name!r} ({number} of {model.count}) fits no PC: it needs {_amount(needed)}, of which "
