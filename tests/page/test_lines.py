@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zmqtrain.page.lines import Line
@@ -23,6 +23,7 @@ def fill(line: Line, points: list[tuple[float, float]]) -> list[tuple[float, flo
 
 
 @given(POINTS, st.integers(4, 32))
+@example([(1.0, 0.0)] * 6, 4)  # evenly apart
 def test_a_line_is_bounded_and_keeps_its_first_and_its_newest_point(
     points: list[tuple[float, float]], most: int
 ) -> None:

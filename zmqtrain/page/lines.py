@@ -58,11 +58,11 @@ class Line:
             self.thin(self.most // 2)
 
     def thin(self, most: int) -> None:
-        """Leave about `most` points, the first and the newest among them."""
+        """Leave at most `most` points, the first and the newest among them."""
         most = max(4, most)
         if len(self._times) <= most:
             return
-        self._gap = (self._times[-1] - self._times[0]) / most
+        self._gap = (self._times[-1] - self._times[0]) / (most - 2)  # besides the first point and the one after it
         times, values, weights = self._times, self._values, self._weights
         self._times, self._values, self._weights = times[:1], values[:1], weights[:1]
         self._opened = times[0]
