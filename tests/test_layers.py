@@ -30,7 +30,12 @@ FLOORS = {
 }
 """First part of a file's path: (room, floor). A file imports from lower floors and from its own room."""
 
-JAX_ROOMS = ("train/*", "pipeline/stage.py", "programs/*", "codecs/*_jax.py", "sim/program.py", "synchronous/tensor.py")
+PIPELINE = ("marks", "trace", "local_values", "cuts", "split", "stage", "stage_run", "local", "coupling")
+"""Files of pipeline/ that trace, cut or compute a loss; its schedules and its partition are pure."""
+JAX_ROOMS = (
+    *("train/*", "programs/*", "codecs/*_jax.py", "sim/program.py", "synchronous/tensor.py"),
+    *(f"pipeline/{name}.py" for name in PIPELINE),
+)
 LIVE = (
     *(f"collectives/{name}.py" for name in ("group_connection", "mesh")),
     *(f"parameter_server/{name}.py" for name in ("parameter_client", "server_connections")),

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from zmqtrain.node.node import Node
     from zmqtrain.parameter_server.parameter_client import ParameterClient
     from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
+    from zmqtrain.pipeline.marks import stage_end
     from zmqtrain.pipeline.partition import partition
+    from zmqtrain.pipeline.split import split
     from zmqtrain.programs import load_program
     from zmqtrain.synchronous.tensor import TensorParallel
     from zmqtrain.train.gradients import GradientLoop, GradientOptions
@@ -74,6 +76,8 @@ __all__ = [
     "SegmentCost",
     "TiedLeaf",
     "PC",
+    "split",
+    "stage_end",
     "RunSettings",
     "ZmqTrainError",
     "PeerLost",
@@ -105,6 +109,8 @@ _HOMES = {
     "SegmentCost": "zmqtrain.pipeline.costs",
     "TiedLeaf": "zmqtrain.pipeline.costs",
     "PC": "zmqtrain.pipeline.costs",
+    "split": "zmqtrain.pipeline.split",
+    "stage_end": "zmqtrain.pipeline.marks",
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",
     "GradientLoop": "zmqtrain.train.gradients",

@@ -1,19 +1,25 @@
-"""docs/pipeline.md, "How the plan cuts a model": its commands, its Python and its scenario do what the page says."""
+"""docs/pipeline.md: its plan, its scenario and its program about stages do what the page says."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.grids import nightly
 from zmqtrain.cli import main
 from zmqtrain.sim.reading import read_scenario
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
-SECTION = PAGE.partition("## How the plan cuts a model\n")[2].partition("\n## ")[0]
+PLAN = PAGE.partition("## How the plan cuts a model\n")[2].partition("\n## ")[0]
+STAGES = PAGE.partition("\n## Cut a loss into stages\n")[2]
+PROGRAM = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 
 
 def block(language):
-    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", PLAN, re.DOTALL | re.MULTILINE)
     return text
 
 
@@ -37,3 +43,18 @@ def test_the_scenario_of_the_page_can_be_read(tmp_path):
     file.write_text(block("toml"))
     (pipeline,) = read_scenario(file).pipelines
     assert (pipeline.stages, pipeline.slowness, pipeline.jitter) == (4, (1.0, 1.0, 2.0, 1.0), 0.2)
+
+
+IN_EVERY_RUN, WHOLE = STAGES.partition("\n### Check it in one process\n")[0], STAGES
+
+
+@pytest.mark.parametrize("part", [IN_EVERY_RUN, *nightly(WHOLE)], ids=["cut", "cut and run"])
+def test_the_part_about_stages_is_a_program_that_prints_what_it_says(part, capsys):
+    names: dict[str, Any] = {}
+    blocks = PROGRAM.findall(part)
+    assert len(blocks) > 6
+    for source, said in blocks:
+        exec(source, names)
+        beside = [f"{comment}\n" for comment in re.findall(r"print\(.*\)  # ([\w\[\], ]+)$", source, re.MULTILINE)]
+        assert capsys.readouterr().out == (said or "".join(beside)), source
+    assert part.count("```text") == sum(bool(said) for _, said in blocks)

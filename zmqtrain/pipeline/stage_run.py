@@ -1,0 +1,117 @@
+"""What a PC does for its stage, task by task: parameters, carries kept, gradients of the step, optimizer.
+
+The same class runs all stages in one process (`local`) and one stage on each PC: it knows no schedule and no wire, so
+both give the same bits. Micro-batches go forward, and backward, in their order; the gradient of a step is their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import optax
+
+from zmqtrain.pipeline.schedule import Task
+from zmqtrain.pipeline.stage import Arrays, Stage
+
+
+class StageRun:
+    """A stage that trains.
+
+    stage, own: the stage, and its own parameters.  micro_batches: of each step.  optimizer: of the own parameters;
+    None: they stay.  first_step: with which it begins; the parameters hold so many updates.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        own: Any,
+        micro_batches: int,
+        optimizer: optax.GradientTransformation | None = None,
+        first_step: int = 0,
+    ) -> None:
+        self.stage, self.micro_batches, self.optimizer = stage, micro_batches, optimizer
+        self.optimizer_state = None if optimizer is None else optimizer.init(own)
+        self._versions = {first_step: own}
+        self._data: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._kept: dict[tuple[int, int], Arrays] = {}
+        self._gradients: dict[int, Any] = {}
+        self._losses: dict[int, jax.Array] = {}
+
+    @property
+    def own(self) -> Any:
+        """The newest version of its own parameters."""
+        return self._versions[max(self._versions)]
+
+    @property
+    def carries_kept(self) -> int:
+        """How many micro-batches have gone forward here and not backward."""
+        return len(self._kept)
+
+    def take_batch(self, step: int, parts: Sequence[Any]) -> None:
+        """Keep what the stage reads of the micro-batches of a step."""
+        for number, part in enumerate(parts):
+            self._data[step, number] = self.stage.data_of(part)
+
+    def forward(self, task: Task, carry: Arrays) -> Arrays:
+        """Return the carry for the next stage. The last stage computes nothing yet: its forward pass is part of the
+        backward pass, which follows at once."""
+        self._kept[task.step, task.micro_batch] = carry
+        if self.stage.is_last:
+            return ()
+        return self.stage.forward(self._versions[task.version], self._data[task.step, task.micro_batch], carry)
+
+    def backward(self, task: Task, cotangents: Arrays) -> Arrays:
+        """Add the gradients of a micro-batch to those of its step; return the cotangents for the stage before."""
+        place = task.step, task.micro_batch
+        so_far = self._gradients.pop(task.step, None)
+        result = self.stage.backward(
+            self._versions[task.version],
+            self._data.pop(place),
+            self._kept.pop(place),
+            self.stage.zero_gradients() if so_far is None else so_far,
+            cotangents,
+        )
+        self._gradients[task.step] = result.gradients
+        if result.loss is not None:
+            before = self._losses.get(task.step)
+            self._losses[task.step] = result.loss if before is None else before + result.loss
+        return result.cotangents
+
+    def take_gradients(self, step: int) -> Any:
+        """Return the gradient of a step whose backward passes are done: the mean of its micro-batches."""
+        return self._mean(self._gradients.pop(step))
+
+    def take_loss(self, step: int) -> jax.Array:
+        """Return the loss of such a step, at the last stage."""
+        loss: jax.Array = self._losses.pop(step) / self.micro_batches
+        return loss
+
+    def update(self, version: int, gradients: Any) -> None:
+        """Apply the gradient of a step: version `version` + 1 of the parameters is made of the newest, `version`.
+        Without an optimizer they are the same."""
+        own = self._versions[version]
+        if self.optimizer is not None:
+            own, self.optimizer_state = self._updated(own, gradients, self.optimizer_state)
+        self._versions[version + 1] = own
+
+    def drop_versions(self, used: Sequence[int]) -> None:
+        """Forget the versions of the parameters that no micro-batch needs any more."""
+        self._versions = {version: own for version, own in self._versions.items() if version in used}
+
+    @cached_property
+    def _mean(self) -> Any:
+        return jax.jit(lambda gradients: jax.tree.map(lambda leaf: leaf / self.micro_batches, gradients))
+
+    @cached_property
+    def _updated(self) -> Any:
+        optimizer = self.optimizer
+        assert optimizer is not None
+
+        def updated(own: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
+            updates, state = optimizer.update(gradients, state, own)
+            return optax.apply_updates(own, updates), state
+
+        return jax.jit(updated)
