@@ -47,6 +47,7 @@ class _Clock:
     """What the broker's rooms take for the module `time`."""
 
     thread_time = staticmethod(time.thread_time)
+    process_time = staticmethod(time.process_time)
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -111,7 +111,7 @@ MOST_WAITING_BYTES = 64 << 20
 """Bytes of one node in flight or waiting for a round; more only for a large model: one publish of all of it for each
 that may be in flight, and one."""
 UNITS_OF_A_STEP = 64
-"""A node that claims more data units than this for each step is lying."""
+"""Data units that one step can have used: of those that a node says are done, more than this a step are dealt again."""
 MOST_SECONDS, MOST_VERSIONS = 1e10, 1 << 62
 """A checkpoint with more seconds, versions or samples was not written by a hub."""
 WORSE = 10.0
@@ -367,13 +367,15 @@ class Hub:
         return [SendTo(member.peer, Refused("probe", "too many probes at a time; try again in 10 s"))]
 
     def _on_work_request(self, member: Member, request: WorkRequest, now: float) -> list[HubEffect]:
-        settings = self.timetable.at(self.version)
-        room = UNITS_OF_A_STEP * (2 * (settings.every + settings.delay) + member.steps) - member.units
-        if len(request.done) > room and not (self.exchange or member.quarantined):
-            text = f"a WorkRequest of more units than its deltas of {member.steps} steps can stand for"
-            raise RemoteProtocolError(member.peer, member.state.value, text)
-        effects = self.units.asked(member, request, self.backs(member)) + self.release(now)
+        effects = self.units.asked(member, request, self.backs(member), self._room_of(member)) + self.release(now)
         return effects + self.units.end_when_drained(self.version)
+
+    def _room_of(self, member: Member) -> int | None:
+        """Return how many units more the deltas of a node can stand for; None where this hub does not see its deltas."""
+        if self.exchange:
+            return None
+        settings = self.timetable.at(self.version)
+        return UNITS_OF_A_STEP * (2 * (settings.every + settings.delay) + member.steps) - member.units
 
     # ------------------------------------------------------------------ joining
 

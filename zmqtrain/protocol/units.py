@@ -192,16 +192,20 @@ class UnitDealer:
         self.ledger = WorkLedger.from_state(state)
         self.ledger.total = self._units
 
-    def asked(self, member: Member, request: WorkRequest, backed: bool = True) -> list[HubEffect]:
-        """Record the units that a node has done, and deal those that it wants. backed: as in the ledger."""
+    def asked(
+        self, member: Member, request: WorkRequest, backed: bool = True, room: int | None = None
+    ) -> list[HubEffect]:
+        """Record the units that a node has done, and deal those that it wants. backed: as in the ledger.
+
+        room: how many of the done units its deltas can stand for; the others are dealt again. None: all of them.
+        """
         lane = self._lane(member.peer)
         if lane is not None and request.reached >= 0:
             self.ledger.reach(lane, request.reached)
         own = () if self._shard else self.ledger.claim(member.peer, request.held[:MOST_UNITS])
-        if member.quarantined:  # its work is rejected
-            self.ledger.give_back(member.peer, request.done)
-        else:
-            member.units += self.ledger.done(member.peer, request.done, backed)
+        stood_for = 0 if member.quarantined else len(request.done) if room is None else max(0, room)
+        member.units += self.ledger.done(member.peer, request.done[:stood_for], backed)
+        self.ledger.give_back(member.peer, request.done[stood_for:])
         member.idle = False
         drained = request.idle and request.want == 0
         if self._shard:
