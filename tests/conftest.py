@@ -68,9 +68,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # a process that was started in the background ignores SIGINT and SIGQUIT, and so do its children: tests that send
-    # these would hang
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    # a process that was started in the background, or by nohup, ignores SIGINT, SIGQUIT or SIGHUP, and so do its
+    # children: tests that send these would hang
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGQUIT: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    for number, handler in handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     if COMPILED not in os.environ:  # a worker has that of who started it

@@ -51,6 +51,7 @@ class Run:
         self.hub.version += 1
         one = Contribution("a#1", self.hub.version, 0, 8, 0.5, self.hub.version - 1, 0)
         self.aggregator._sums[0] += 1
+        self.aggregator.encoded.lies_in_memory(0)
         reduce = Reduce(self.hub.version, (0,), (one,), 1, False)
         self.keeper.released(self.aggregator.release(reduce), reduce)
 

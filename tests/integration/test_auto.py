@@ -52,7 +52,7 @@ def test_k_settles_changes_when_a_node_joins_and_is_the_same_everywhere_at_every
     with broker(AUTO, share=SLOW_PORT, events=recorder) as hub:
         trainers = [Watched(hub.address, name) for name in ("pc-1", "pc-2")]
         for trainer in trainers:
-            trainer.wait_until(lambda t=trainer: t.schedule != FIRST)
+            trainer.wait_until(lambda t=trainer: t.schedule != FIRST and t.sync.version > 0)
         settled = max(trainer.sync.version for trainer in trainers if trainer.sync is not None)
         trainers.append(Watched(hub.address, "pc-3"))
         said = ": 3 nodes, 2 Mb/s x 0.8, "
@@ -68,7 +68,7 @@ def test_k_settles_changes_when_a_node_joins_and_is_the_same_everywhere_at_every
         params = [trainer.join() for trainer in trainers]
     recorder.close()
     held = [trainer.held for trainer in trainers]
-    for version in set().union(*held):
+    for version in set().union(*held) - {0}:  # before the first exchange one plan may follow another at once
         everywhere = set().union(*(one.get(version, set()) for one in held))
         assert len(everywhere) == 1, f"at version {version}: {everywhere}"
     plans = [one for one in read_records(tmp_path / "broker.jsonl") if one["kind"] == "plan"]

@@ -116,7 +116,7 @@ def test_a_population_trains_on_until_all_descend_from_the_best_and_ends_with_eq
         ends = nodes.join()
         assert hub.broker.statistics().contributions > 0
     preempted = {record.args[0] for record in caplog.records if "is preempted" in record.msg}
-    assert len(founders(caplog)) == 1 and len(preempted) >= 2  # all but one, and that one too if it fell back later
+    assert len(founders(caplog)) == 1 and preempted  # a node whose lent parameters were declined is not waited for
     assert_equal_ends(ends)
     assert ends[0].scores["loss"] < min(float(program.scores[0]) for program in nodes.programs.values())
 

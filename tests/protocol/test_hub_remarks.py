@@ -117,8 +117,11 @@ def test_versions_of_packages_and_data_are_named_where_they_differ_from_those_of
     report(hub, "b", data="0b/11")
     found = rows(hub)
     assert found["b"]["other_data"] is True and "software" not in found["b"]
+    build = "zmqtrain 0.2.0.post913+ge16f2fb25.d20261127, Python 3.11.7, jax 0.10.2"
+    report(hub, "a", software=build)
+    assert rows(hub)["a"]["software"] == build
     with pytest.raises(RemoteProtocolError, match="a Report of that length"):
-        report(hub, "a", software="x" * 65)
+        report(hub, "a", software="x" * 201)
     with pytest.raises(RemoteProtocolError, match="a Report of that length"):
         report(hub, "a", software="\x1b[31m")
 

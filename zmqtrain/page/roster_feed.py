@@ -337,7 +337,7 @@ def _traffic(rate: float, port: float) -> str:
 
 def _chips(member: Mapping[str, Any]) -> list[str]:
     chips = []
-    if other := _text(member, "software", MAX_NAME):
+    if other := _text(member, "software"):
         chips.append(f"has {other}")
     if member.get("other_data"):
         chips.append("other data")

@@ -4,7 +4,8 @@ A step of a pipeline takes (M - 1) T + fill. T is the period: the longest that a
 or a hop there and back, for then K_s = 2(S-s)-1 micro-batches in flight hide the wire. The fill is the compute of one
 micro-batch at all stages, the hops between them, and the sums of tied leaves. Without flush (2bw) a step takes M T.
 With gpipe this is exact where one stage is the slowest both forward and backward. Messages queue where a port is busy
-for more than three quarters of the time: what that costs (a tenth, at 90 %), only a simulation says. So it does for
+for more than three quarters of the time, or for more than half of it where one pass is many times as long as the other:
+what that costs (a tenth, at 90 %), only a simulation says. So it does for
 stages that differ in compute by a third: K_s micro-batches in flight do not hide all of their waits, and a step takes
 up to an eighth longer (2bw: a fifth).
 

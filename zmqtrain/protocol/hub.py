@@ -333,8 +333,8 @@ class Hub:
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
         names = report.scores or {}
         long = max(len(report.waiting), len(report.data)) > MAX_WORDS or len(names) > MAX_SCORES
-        names_long = max(len(report.device), len(report.first_step), len(report.software)) > MAX_NAME
-        long |= names_long or not (report.data + report.device + report.first_step + report.software).isprintable()
+        long |= max(len(report.device), len(report.first_step)) > MAX_NAME or len(report.software) > MAX_WORDS
+        long |= not (report.data + report.device + report.first_step + report.software).isprintable()
         if long or any(len(name) > MAX_NAME or not name.isprintable() for name in names):
             raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
         begins = bool(report.first_step) and (member.report is None or not member.report.first_step)
@@ -371,7 +371,7 @@ class Hub:
         return effects + self.units.end_when_drained(self.version)
 
     def _room_of(self, member: Member) -> int | None:
-        """Return how many units more the deltas of a node can stand for; None where this hub does not see its deltas."""
+        """Return how many more units the deltas of a node can stand for; None where this hub does not see them."""
         if self.exchange:
             return None
         settings = self.timetable.at(self.version)
@@ -1034,7 +1034,7 @@ class Hub:
         entry["silent"] = max(0.0, now - member.last_seen)
         if (report := member.report) is not None:
             if report.software not in ("", software):
-                entry["software"] = printable(report.software, MAX_NAME)
+                entry["software"] = printable(report.software, MAX_WORDS)
             if report.data and report.data != self.data:
                 entry["other_data"] = True
         if (other := self.same_start(member)) is not None:
@@ -1071,7 +1071,7 @@ class Hub:
                 "broadcast_codec": settings.broadcast_codec,
                 "outer": settings.outer,
                 "plan": self.plan,
-                **({"software": printable(software, MAX_NAME)} if software else {}),
+                **({"software": printable(software, MAX_WORDS)} if software else {}),
                 **({} if self.stopped_at is None else {"ending": True}),
                 **self.fence.dropped,
                 **({} if worse is None else {"best_version": worse[0], "best_loss": worse[1]}),
