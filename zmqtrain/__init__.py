@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
     from zmqtrain.pipeline.marks import stage_end
     from zmqtrain.pipeline.partition import partition
+    from zmqtrain.pipeline.pipeline import Pipeline
     from zmqtrain.pipeline.split import split
     from zmqtrain.programs import load_program
     from zmqtrain.synchronous.tensor import TensorParallel
@@ -72,6 +73,7 @@ __all__ = [
     "Status",
     "Engine",
     "TensorParallel",
+    "Pipeline",
     "partition",
     "SegmentCost",
     "TiedLeaf",
@@ -105,6 +107,7 @@ _HOMES = {
     "load_model": "zmqtrain.models",
     "save_model": "zmqtrain.models",
     "ParameterClient": "zmqtrain.parameter_server.parameter_client",
+    "Pipeline": "zmqtrain.pipeline.pipeline",
     "partition": "zmqtrain.pipeline.partition",
     "SegmentCost": "zmqtrain.pipeline.costs",
     "TiedLeaf": "zmqtrain.pipeline.costs",

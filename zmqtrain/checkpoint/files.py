@@ -12,7 +12,8 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from zmqtrain.core.errors import CheckpointError
+from zmqtrain.core.errors import CheckpointError, ZmqTrainError
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[str, str]) -> None:
@@ -32,17 +33,59 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     if "state" in metadata:
         metadata = metadata | {"crc": str(_checksum(metadata["state"], arrays))}
+    with _atomically(path) as beside:
+        save_file(arrays, beside, metadata)
+
+
+@contextlib.contextmanager
+def write_in_parts(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: dict[str, str]
+) -> Iterator[Callable[[str, int, NDArray[np.float32]], None]]:
+    """Write a safetensors file of float32 arrays, of which only a part is in memory at a time; atomically.
+
+    shapes: of all arrays, by name.  Gives write(name, row, values): values are those of the array from this row of its
+    first axis on. Raises CheckpointError, also where not every row was written.
+    Source: the format, at github.com/huggingface/safetensors: length of the header, header, bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    start, missing = 0, dict[str, int]()
+    for name, shape in sorted(shapes.items()):
+        missing[name] = 4 * prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, start + missing[name]]}
+        start += missing[name]
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with _atomically(path) as beside, open(beside, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+
+        def write(name: str, row: int, values: NDArray[np.float32]) -> None:
+            array = np.ascontiguousarray(values, "<f4")
+            file.seek(8 + len(encoded) + header[name]["data_offsets"][0] + row * 4 * prod(shapes[name][1:]))
+            file.write(array.data.cast("B") if array.size else b"")
+            missing[name] -= array.nbytes
+
+        yield write
+        if torn := [name for name, left in missing.items() if left]:
+            raise CheckpointError(f"rows of {torn[0]} were not written, or written twice")
+
+
+@contextlib.contextmanager
+def _atomically(path: Path) -> Iterator[Path]:
+    """Give a place beside a file; what was written there takes the file's place at the end, synced. Raises
+    CheckpointError, and then the file is as it was."""
     beside = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(arrays, beside, metadata)
+        yield beside
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
         os.replace(beside, path)
         sync_folder(path.parent)
-    except Exception as error:  # safetensors has errors of its own, which tell of the same
+    except BaseException as error:  # safetensors has errors of its own, which tell of the same
         with contextlib.suppress(OSError):  # half a file would take the room that others need
             beside.unlink(missing_ok=True)
+        if not isinstance(error, Exception) or isinstance(error, ZmqTrainError):
+            raise
         raise CheckpointError(f"cannot write {path}: {error}; is the disk full, or the folder not yours?") from error
 
 

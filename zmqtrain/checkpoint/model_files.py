@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.checkpoint.files import open_arrays, write_arrays
+from zmqtrain.checkpoint.files import open_arrays, write_arrays, write_in_parts
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.installed import package_version
 from zmqtrain.core.types import ModelSpec, Version, spec_from_plain, spec_to_plain
@@ -112,6 +113,14 @@ def facts_from_metadata(metadata: Mapping[str, str]) -> ModelFacts:
 def write_model(path: Path, arrays: Mapping[str, NDArray[Any]], facts: ModelFacts) -> None:
     """Write parameters by leaf path to one safetensors file, atomically. Raises CheckpointError."""
     write_arrays(path, arrays, facts_to_metadata(facts))
+
+
+def write_model_in_parts(
+    path: Path, leaves: ModelSpec
+) -> AbstractContextManager[Callable[[str, int, NDArray[np.float32]], None]]:
+    """Write parameters to one model file, of which only a part is in memory at a time; see `write_in_parts`."""
+    shapes = {leaf.path: leaf.shape for leaf in leaves}
+    return write_in_parts(path, shapes, facts_to_metadata(ModelFacts(leaves=leaves)))
 
 
 def read_model(path: Path) -> tuple[dict[str, NDArray[Any]], ModelFacts]:

@@ -14,6 +14,7 @@ import jax
 import optax
 
 from zmqtrain.core.errors import LocalProtocolError
+from zmqtrain.pipeline.boundary import Boundary
 from zmqtrain.pipeline.coupling import check_separable
 from zmqtrain.pipeline.schedule import Schedule, StageMachine, Task
 from zmqtrain.pipeline.split import Split
@@ -25,7 +26,8 @@ class LocalPipeline:
     """A pipeline with all of its stages in one process.
 
     stages: the loss, cut.  params: the whole tree.  optimizer: of each stage, for its own parameters; None: the
-    parameters stay.  schedule: of all stages, "1f1b" if none is given.
+    parameters stay.  schedule: of all stages, "1f1b" if none is given.  codec: of what would travel, as of `Pipeline`;
+    "float32" changes nothing.
     Raises ConfigError if a step has fewer micro-batches than there are stages, or if the optimizer looks at several
     leaves at once, for each stage has only its own.
     """
@@ -36,6 +38,7 @@ class LocalPipeline:
         params: Any,
         optimizer: optax.GradientTransformation | None = None,
         schedule: Schedule | None = None,
+        codec: str = "float32",
     ) -> None:
         if optimizer is not None:
             check_separable(optimizer, stages.traced.params)
@@ -45,6 +48,7 @@ class LocalPipeline:
         own = stages.own(params)
         self._runs = [StageRun(stages[n], own[n], stages.micro_batches, optimizer) for n in numbers]
         self._groups = _tied_groups(stages)
+        self._boundary = Boundary(codec)
         self._mail: dict[tuple[str, int, int, int], Arrays] = {}  # kind, receiver, step, micro-batch
         self._due: dict[int, tuple[Task, Any]] = {}  # updates that wait for tied gradients, with the stage's own
         self._steps, self._unfinished = 0, dict[int, int]()
@@ -108,14 +112,17 @@ class LocalPipeline:
             return True
         place = task.step, task.micro_batch
         arrived = self._mail.pop(("carry" if task.kind == "forward" else "cotangent", number, *place), ())
-        result = run.forward(task, arrived) if task.kind == "forward" else run.backward(task, arrived)
+        is_forward = task.kind == "forward"
+        result = run.forward(task, arrived) if is_forward else run.backward(task, arrived)
         self._machines[number].done(task)
-        receiver = self._machines[number].receiver(task)
-        if receiver is not None and task.kind == "forward":
-            self._mail["carry", receiver, *place] = result
+        receiver, what = self._machines[number].receiver(task), str(task)
+        if receiver is not None and is_forward:
+            carry = self._boundary.across(result, run.stage.carry_out, "forward", what)
+            self._mail["carry", receiver, *place] = carry
             self._machines[receiver].carry_arrived(*place)
         elif receiver is not None:
-            self._mail["cotangent", receiver, *place] = result
+            cotangents = self._boundary.across(result, run.stage.cotangents_out, "backward", what)
+            self._mail["cotangent", receiver, *place] = cotangents
             self._machines[receiver].cotangent_arrived(*place)
         return True
 

@@ -12,7 +12,7 @@ Source: GPipe (Huang et al. 2019); stages as backward slices of a traced program
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -83,22 +83,40 @@ class Split(Sequence[Stage]):
 
         gradients: by stage; of some stages only, those that hold leaves together must all be there.
         """
-        leaves = {number: jax.tree.leaves(tree) for number, tree in gradients.items()}
-        at = {number: {leaf.number: place for place, leaf in enumerate(self[number].held)} for number in gradients}
-        for tied in (tied for tied in self.tied if tied.stages[0] in gradients):
-            places = [(number, at[number][tied.leaf]) for number in tied.stages]
-            inner = [_within(tied.rows, self[number].held[place]) for number, place in places]
-            parts = [
-                leaves[number][place] if rows is None else leaves[number][place][rows]
-                for (number, place), rows in zip(places, inner, strict=True)
-            ]
-            total = sum(parts[1:], parts[0])
-            for (number, place), rows in zip(places, inner, strict=True):
-                leaf = leaves[number][place]
-                leaves[number][place] = total if rows is None else leaf.at[rows].set(total)
-        return {
-            number: jax.tree.unflatten(jax.tree.structure(tree), leaves[number]) for number, tree in gradients.items()
-        }
+        parts = {number: self.tied_parts(number, tree) for number, tree in gradients.items()}
+        return {number: self.with_tied(number, tree, parts) for number, tree in gradients.items()}
+
+    def tied_parts(self, stage: int, gradients: Any) -> dict[int, Any]:
+        """Return what a stage's gradients have for the rows that it holds with others, by their number in `tied`."""
+        leaves, found = jax.tree.leaves(gradients), dict[int, Any]()
+        for number, place, rows in self._tied_places(stage):
+            found[number] = leaves[place] if rows is None else leaves[place][rows]
+        return found
+
+    def with_tied(self, stage: int, gradients: Any, parts: Mapping[int, Mapping[int, Any]]) -> Any:
+        """Return a stage's gradients with those of tied rows added, in the order of the stages.
+
+        parts: by stage, the `tied_parts` of all that hold rows with this one, its own too.
+        """
+        leaves, structure = jax.tree.flatten(gradients)
+        for number, place, rows in self._tied_places(stage):
+            first, *others = (parts[other][number] for other in self.tied[number].stages)
+            total = sum(others, jnp.asarray(first))
+            leaves[place] = total if rows is None else leaves[place].at[rows].set(total)
+        return jax.tree.unflatten(structure, leaves)
+
+    def tied_with(self, stage: int) -> tuple[int, ...]:
+        """Return the other stages that hold rows with this one, in their order."""
+        together = {other for tied in self.tied if stage in tied.stages for other in tied.stages}
+        return tuple(sorted(together - {stage}))
+
+    def _tied_places(self, stage: int) -> Iterator[tuple[int, int, slice | None]]:
+        """The tied rows of a stage: their number in `tied`, and where they are in its leaves."""
+        places = {leaf.number: place for place, leaf in enumerate(self[stage].held)}
+        for number, tied in enumerate(self.tied):
+            if stage in tied.stages:
+                place = places[tied.leaf]
+                yield number, place, _within(tied.rows, self[stage].held[place])
 
     def parts(self, batch: Any) -> list[Any]:
         """Return the micro-batches of a batch. Raises ModelMismatch if the loss was cut for another form."""

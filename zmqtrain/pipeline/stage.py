@@ -116,6 +116,16 @@ class Stage:
         return self.number == self.stages - 1
 
     @property
+    def cotangents_in(self) -> tuple[CarriedValue, ...]:
+        """The values of `carry_out` whose gradients the next stage sends back."""
+        return tuple(value for value in self.carry_out if value.has_cotangent and not self.is_last)
+
+    @property
+    def cotangents_out(self) -> tuple[CarriedValue, ...]:
+        """The values of `carry_in` whose gradients go back to the stage before."""
+        return tuple(value for value in self.carry_in if value.has_cotangent)
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of the parameters that it holds."""
         return sum(int(jnp.dtype(leaf.dtype).itemsize) * int(leaf.size) for leaf in jax.tree.leaves(self.own_shapes))

@@ -1,0 +1,140 @@
+"""A pipeline over real sockets: the bits of one process, errors that name who is waited for, a model file by leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zmqtrain as zt
+from zmqtrain.core.errors import CollectiveTimeout, ConfigError, NonFiniteDelta, PeerLost
+from zmqtrain.pipeline.local import LocalPipeline
+from zmqtrain.pipeline.schedule import Schedule
+from zmqtrain.pipeline.split import Split
+from zmqtrain.programs.text import TextProgram
+
+STAGES, MICRO_BATCHES, STEPS = 3, 4, 4
+PROGRAM = TextProgram(width=16, layers=3, heads=2, context=16, batch=8)
+OPTIMIZER = optax.adamw(1e-2)
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return PROGRAM.init(0)
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Any]:
+    return list(PROGRAM.batches(0))[:STEPS]
+
+
+@pytest.fixture(scope="module")
+def stages(params: Any, batches: list[Any]) -> Split:
+    return zt.split(PROGRAM.loss, params, batches[0], STAGES - 1, micro_batches=MICRO_BATCHES)
+
+
+def on_all(hub: str, group: str, work: Callable[[zt.Communicator], Any], timeout_seconds: float = 60.0) -> list[Any]:
+    """Do something on each of three ranks at the same time; return what each returned, or raised."""
+
+    def one(rank: int) -> Any:
+        with zt.Communicator.create(
+            hub, STAGES, rank, group=group, name=f"pc-{rank}", timeout_seconds=timeout_seconds
+        ) as comm:
+            try:
+                return work(comm)
+            except zt.ZmqTrainError as error:
+                return error
+
+    with ThreadPoolExecutor(STAGES) as pool:
+        return list(pool.map(one, range(STAGES)))
+
+
+def assert_equal_bits(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "codec"), [("1f1b", "bf16"), ("1f1b", "int8:block=64"), ("gpipe", "float32"), ("2bw", "int4:block=32")]
+)
+def test_losses_and_parameters_are_those_of_one_process_bit_for_bit(
+    hub: str, stages: Split, params: Any, batches: list[Any], schedule: Any, codec: str, tmp_path: Path
+) -> None:
+    local = LocalPipeline(stages, params, OPTIMIZER, Schedule(schedule), codec)
+    expected = [float(loss) for loss in local.steps(batches)]
+    file = tmp_path / "model.safetensors"
+
+    def train(comm: zt.Communicator) -> Any:
+        own = stages[comm.rank].own(params)
+        with zt.Pipeline(comm, stages, own, OPTIMIZER, schedule=schedule, codec=codec) as pipeline:
+            losses = list(pipeline.steps(batches))
+            pipeline.save(file)
+            return losses, pipeline.gather(), pipeline.statistics
+
+    found = on_all(hub, f"bits-{schedule}-{codec}", train)
+    assert [losses for losses, _, _ in found] == [expected] * STAGES
+    assert_equal_bits(found[0][1], local.params())
+    assert found[1][1] is None and found[2][1] is None
+    assert_equal_bits(zt.load_model(file, like=params), local.params())
+    assert all(statistics.steps == STEPS for _, _, statistics in found)
+    assert sum(s.bytes_sent for _, _, s in found) == sum(s.bytes_received for _, _, s in found) > 0
+
+
+def test_a_pipeline_whose_stages_have_other_settings_is_refused_on_all(hub: str, stages: Split, params: Any) -> None:
+    def make(comm: zt.Communicator) -> Any:
+        codec = "int8" if comm.rank == 1 else "bf16"
+        return zt.Pipeline(comm, stages, stages[comm.rank].own(params), codec=codec)
+
+    for error in on_all(hub, "terms", make):
+        assert isinstance(error, ConfigError) and "pc-1 has schedule 1f1b, depth eager, codec int8" in str(error)
+
+
+def test_a_stage_that_waits_says_for_which_micro_batch_and_for_whom(
+    hub: str, stages: Split, params: Any, batches: list[Any]
+) -> None:
+    def train(comm: zt.Communicator) -> Any:
+        with zt.Pipeline(comm, stages, stages[comm.rank].own(params), timeout_seconds=1.0) as pipeline:
+            return pipeline.step(batches[0]) if comm.rank else comm.barrier()
+
+    _, second, _ = on_all(hub, "waits", train, timeout_seconds=20.0)
+    assert isinstance(second, CollectiveTimeout) and second.waiting_for == (0,)
+    assert "stage 1 waits for the carry of micro-batch 0 of step 0 from stage 0 (pc-0)" in str(second)
+
+
+def test_a_stage_that_is_lost_is_named_by_the_others(hub: str, stages: Split, params: Any, batches: list[Any]) -> None:
+    def train(comm: zt.Communicator) -> Any:
+        pipeline = zt.Pipeline(comm, stages, stages[comm.rank].own(params))
+        pipeline.step(batches[0])
+        return None if comm.rank == 2 else pipeline.step(batches[1])
+
+    first, second, _ = on_all(hub, "lost", train)
+    assert isinstance(first, PeerLost) and isinstance(second, PeerLost)
+    assert "pc-2" in str(second) and "stage 1 waits" in second.__notes__[0]
+
+
+def test_activations_that_are_not_finite_are_an_error_of_the_stage_that_made_them(
+    hub: str, stages: Split, params: Any, batches: list[Any]
+) -> None:
+    def train(comm: zt.Communicator) -> Any:
+        own = stages[comm.rank].own(params)
+        if comm.rank == 0:
+            own = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), own)
+        return zt.Pipeline(comm, stages, own).step(batches[0])
+
+    first, *others = on_all(hub, "nan", train)
+    assert isinstance(first, NonFiniteDelta) and "the carry of micro-batch 0 of step 0 from pc-0" in str(first)
+    assert all(isinstance(error, PeerLost) for error in others)
+
+
+def test_another_number_of_processes_than_stages_is_refused_in_words(hub: str, stages: Split, params: Any) -> None:
+    two = zt.split(PROGRAM.loss, params, next(iter(PROGRAM.batches(0))), 1, micro_batches=MICRO_BATCHES)
+    for error in on_all(hub, "number", lambda comm: zt.Pipeline(comm, two, two[0].own(params))):
+        assert isinstance(error, ConfigError) and "cut the loss 2 times" in str(error)

@@ -1,0 +1,419 @@
+"""One stage of a pipeline on this PC; the other stages are the other ranks of a communicator.
+
+    stages = zt.split(loss_fn, shapes, batch, cuts=3, micro_batches=16)       # the same on all PCs
+    with zt.Communicator.create("tcp://hub:5555", size=4) as comm:
+        own = stages[comm.rank].init(init_fn, jax.random.key(0))              # no PC has the whole model
+        pipeline = zt.Pipeline(comm, stages, own, optax.adamw(1e-3))
+        for batch in batches:                                                 # whole batches, the same on all PCs
+            loss = pipeline.step(batch)
+
+Rule 1: rank r computes stage r. Carries and cotangents go from PC to PC, in the order of the micro-batches.
+Rule 2: the training thread never encodes or sends: a thread of its own waits for a result, encodes it and sends it,
+while the next task computes. At most K_s results are with it.
+Rule 3: receives are posted ahead, so that a carry travels while its receiver computes.
+Rule 4: each wait has an end, and its error names stage, micro-batch and peer.
+Rule 5: losses and parameters are those of `LocalPipeline` with the same codec, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from zmqtrain.checkpoint.model_files import write_model_in_parts
+from zmqtrain.collectives.communicator import Communicator
+from zmqtrain.collectives.group import Request
+from zmqtrain.core.errors import CollectiveTimeout, ConfigError, PeerLost, ZmqTrainError
+from zmqtrain.pipeline.boundary import Boundary, Values
+from zmqtrain.pipeline.coupling import check_separable
+from zmqtrain.pipeline.schedule import Depth, Schedule, ScheduleName, StageMachine, Task
+from zmqtrain.pipeline.split import Split
+from zmqtrain.pipeline.stage import HeldLeaf
+from zmqtrain.pipeline.stage_run import StageRun
+from zmqtrain.train.leaves import describe_tree
+
+logger = logging.getLogger(__name__)
+
+_Kind = Literal["carry", "cotangent", "loss", "tied", "own"]
+_TAGS: dict[_Kind, int] = {"carry": 1 << 40, "cotangent": 2 << 40, "loss": 3 << 40, "tied": 4 << 40, "own": 5 << 40}
+"""Tags of a pipeline's messages; a user of the same communicator takes smaller ones."""
+_AHEAD = 4
+"""Receives posted before their messages are needed."""
+_SAY_SECONDS = 5.0
+"""A wait that lasts so long is said in the log, with what it is for."""
+_TERMS_BYTES = 512
+
+
+class Span(NamedTuple):
+    """What a stage did, and when. kind: of a task, or "wait".  begin, end: seconds, of the monotonic clock."""
+
+    kind: str
+    step: int
+    micro_batch: int
+    begin: float
+    end: float
+
+
+@dataclass
+class PipelineStatistics:
+    """What a stage has done so far. waited_seconds: with no task to do; bytes: of carries and cotangents, encoded."""
+
+    steps: int = 0
+    waited_seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class _Arrived(NamedTuple):
+    """A message: of which kind, and its number among those of that kind."""
+
+    kind: _Kind
+    number: int
+    request: Request[Any]
+
+
+class Pipeline:
+    """The stage of this PC. All ranks make one, with the same stages and settings, and call the same methods.
+
+    comm: as many ranks as there are stages; the caller closes it.  own: the stage's own parameters
+    (`stages[comm.rank].init`, or `.own` of a whole tree).  optimizer: of the own parameters; None: they stay.
+    schedule, depth: "1f1b", "gpipe" or "2bw", and "eager" or "textbook".  codec: of what travels: "bf16", "int8",
+    "int4", or "float32", which changes nothing.  timeout_seconds: of each wait; None: the communicator's.
+    record: keep `spans`, each task and each wait with its times; a task then ends when its result is computed.
+
+    Raises ConfigError for another number of ranks, for settings in which the ranks differ, for an optimizer that looks
+    at several leaves at once, and as `Split` and `Schedule` do.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        stages: Split,
+        own: Any,
+        optimizer: optax.GradientTransformation | None = None,
+        *,
+        schedule: ScheduleName = "1f1b",
+        depth: Depth = "eager",
+        codec: str = "bf16",
+        timeout_seconds: float | None = None,
+        record: bool = False,
+    ) -> None:
+        if comm.size != len(stages):
+            raise ConfigError(
+                f"{comm.size} processes are to run {len(stages)} stages: cut the loss {comm.size - 1} times "
+                f"(zt.split(..., cuts={comm.size - 1})), or start {len(stages)} processes"
+            )
+        if optimizer is not None:
+            check_separable(optimizer, stages.traced.params)
+        self.comm, self.stages, self.stage = comm, stages, stages[comm.rank]
+        self.schedule, self.boundary = Schedule(schedule, depth), Boundary(codec)
+        self.timeout_seconds = comm.timeout_seconds if timeout_seconds is None else timeout_seconds
+        self.run = StageRun(self.stage, own, stages.micro_batches, optimizer)
+        """What computes; it knows no wire."""
+        self.statistics = PipelineStatistics()
+        self.spans: list[Span] | None = [] if record else None
+        """Tasks and waits so far, if they are recorded."""
+        self._machine = StageMachine(self.schedule, comm.rank, comm.size, stages.micro_batches)
+        self._sender = ThreadPoolExecutor(1, "zmqtrain-pipeline-sender")
+        self._arrivals = queue.SimpleQueue[_Arrived | BaseException]()
+        self._mail: dict[tuple[_Kind, int], Any] = {}
+        self._posted: dict[_Kind, int] = dict.fromkeys(_TAGS, 0)
+        self._taken: dict[_Kind, int] = dict.fromkeys(_TAGS, 0)
+        self._steps, self._updated = 0, 0
+        self._losses: dict[int, float] = {}
+        self._check_terms()
+
+    # ------------------------------------------------------------------ training
+
+    def step(self, batch: Any) -> float:
+        """Train on one whole batch; return its loss, on all ranks. Under `2bw` use `steps`: one step begins before the
+        one before has ended.
+
+        Raises ModelMismatch for a batch of another form, PeerLost, CollectiveTimeout, NonFiniteDelta.
+        """
+        (loss,) = self.steps([batch])
+        return loss
+
+    def steps(self, batches: Iterable[Any]) -> Iterator[float]:
+        """Train on whole batches, and yield the loss of each. Under `2bw` a step begins while the one before is in
+        flight, and its update is used from the step after the next on."""
+        begun: list[int] = []
+        for batch in batches:
+            begun.append(self._begin(batch))
+            if len(begun) == self.schedule.versions_held:
+                yield self._finish(begun.pop(0))
+        for step in begun:
+            yield self._finish(step)
+
+    @property
+    def own(self) -> Any:
+        """The newest version of this stage's own parameters."""
+        return self.run.own
+
+    def gather(self, root: int = 0) -> Any:
+        """Return the whole tree of parameters, as numpy arrays, on one rank, which must have room for it; None on the
+        others. All ranks call it, between steps."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self.own)]
+        if self.comm.rank != root:
+            self.comm.send(leaves, root, _TAGS["own"], timeout_seconds=self.timeout_seconds)
+            return None
+        trees = []
+        for rank, stage in enumerate(self.stages):
+            sent = leaves if rank == root else self._receive(rank, "own")
+            trees.append(jax.tree.unflatten(jax.tree.structure(stage.own_shapes), sent))
+        return jax.tree.map(np.asarray, self.stages.gather(trees))
+
+    def save(self, path: str | Path, root: int = 0) -> None:
+        """Write all parameters to one model file on the disk of one rank, leaf by leaf: no PC holds the whole model.
+        All ranks call it, between steps. `zt.load_model` reads it. Raises CheckpointError at the root."""
+        own = jax.tree.leaves(self.own)
+        if self.comm.rank != root:
+            for place, _ in _written(self.stages, self.comm.rank):
+                values = np.asarray(own[place], np.float32)
+                self.comm.send(values, root, _TAGS["own"], timeout_seconds=self.timeout_seconds)
+            return
+        spec = tuple(describe_tree(self.stages.traced.params))
+        with write_model_in_parts(Path(path), spec) as write:
+            for rank in range(self.comm.size):
+                for place, leaf in _written(self.stages, rank):
+                    values = np.asarray(own[place], np.float32) if rank == root else self._receive(rank, "own")
+                    write(leaf.whole.path, 0 if leaf.rows is None else leaf.rows.start, values)
+
+    def close(self) -> None:
+        """Wait until what was computed is sent, and end the sending thread. The communicator stays open."""
+        self._sender.shutdown(wait=True)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ the loop
+
+    def _begin(self, batch: Any) -> int:
+        self.run.take_batch(self._steps, self.stages.parts(batch))
+        self._machine.batch_arrived(self._steps)
+        self._steps += 1
+        self._post_receives()
+        return self._steps - 1
+
+    def _finish(self, step: int) -> float:
+        while True:
+            while not self._arrivals.empty():
+                self._take(self._arrivals.get())
+            if step < self._updated and step in self._losses:
+                return self._losses.pop(step)
+            if (task := self._machine.next_task()) is not None:
+                self._do(task)
+            else:
+                self._wait(step)
+
+    def _do(self, task: Task) -> None:
+        begun = time.monotonic()
+        if task.kind == "update":
+            self._update(task)
+        else:
+            self._pass(task)
+        self._note(Span(task.kind, task.step, task.micro_batch, begun, time.monotonic()))
+
+    def _pass(self, task: Task) -> None:
+        """Go forward or backward with one micro-batch, and hand the result to the sending thread."""
+        is_forward = task.kind == "forward"
+        number = task.step * self.stages.micro_batches + task.micro_batch
+        arrived: Values = ()
+        if (wire := self._mail.pop(("carry" if is_forward else "cotangent", number), None)) is not None:
+            forms = self.stage.carry_in if is_forward else self.stage.cotangents_in
+            arrived = self.boundary.unpack(wire, forms, "forward" if is_forward else "backward")
+        result = self.run.forward(task, arrived) if is_forward else self.run.backward(task, arrived)
+        if self.spans is not None:
+            for value in result:
+                np.asarray(value)
+        self._machine.done(task)
+        if (receiver := self._machine.receiver(task)) is not None:
+            self._submit(self._send_result, task, receiver, result)
+
+    def _update(self, task: Task) -> None:
+        gradients = self.run.take_gradients(task.step)
+        if self.stage.is_last:
+            loss = self._losses[task.step] = float(self.run.take_loss(task.step))
+            for rank in range(self.comm.size - 1):
+                self._submit(self._send, "loss", rank, loss)
+        if others := self.stages.tied_with(self.stage.number):
+            parts = {self.stage.number: self.stages.tied_parts(self.stage.number, gradients)}
+            for other in others:
+                self._submit(self._send_tied, other, self._shared_with(other, parts[self.stage.number]))
+            for other in others:
+                numbers = self._shared_with(other, parts[self.stage.number])
+                parts[other] = dict(zip(numbers, self._receive(other, "tied"), strict=True))
+            gradients = self.stages.with_tied(self.stage.number, gradients, parts)
+        self.run.update(task.version, gradients)
+        self._machine.done(task)
+        self.run.drop_versions(self._machine.versions)
+        self._updated = task.step + 1
+        self.statistics.steps += 1
+
+    def _shared_with(self, other: int, parts: dict[int, Any]) -> dict[int, Any]:
+        return {number: part for number, part in parts.items() if other in self.stages.tied[number].stages}
+
+    # ------------------------------------------------------------------ what is sent (in the sending thread)
+
+    def _submit(self, send: Any, *arguments: Any) -> None:
+        self._sender.submit(send, *arguments).add_done_callback(self._submitted)
+
+    def _submitted(self, sent: Future[Any]) -> None:
+        if (error := sent.exception()) is not None:
+            self._arrivals.put(error)
+
+    def _send_result(self, task: Task, receiver: int, result: Values) -> None:
+        kind: _Kind = "carry" if task.kind == "forward" else "cotangent"
+        forms = self.stage.carry_out if kind == "carry" else self.stage.cotangents_out
+        what = f"the {kind} of micro-batch {task.micro_batch} of step {task.step} from {self._name(self.comm.rank)}"
+        wire = self.boundary.pack(result, forms, "forward" if kind == "carry" else "backward", what)
+        self.statistics.bytes_sent += self.boundary.nbytes(wire)
+        self._send(kind, receiver, wire)
+
+    def _send_tied(self, other: int, parts: dict[int, Any]) -> None:
+        self._send("tied", other, [np.asarray(part) for part in parts.values()])
+
+    def _send(self, kind: _Kind, to: int, values: Any) -> None:
+        request = self.comm.isend(values, to, _TAGS[kind], timeout_seconds=self.timeout_seconds)
+        request.add_done_callback(self._sent)
+
+    def _sent(self, request: Request[Any]) -> None:
+        try:
+            request.wait(0)
+        except ZmqTrainError as error:
+            self._arrivals.put(error)
+
+    # ------------------------------------------------------------------ what is received
+
+    def _post_receives(self) -> None:
+        """Post receives for what will come of the steps that have begun, a few ahead of what was taken."""
+        number, micro_batches = self.stage.number, self._steps * self.stages.micro_batches
+        if number > 0:
+            self._post("carry", number - 1, min(micro_batches, self._taken["carry"] + _AHEAD))
+        if not self.stage.is_last:
+            self._post("cotangent", number + 1, min(micro_batches, self._taken["cotangent"] + _AHEAD))
+            self._post("loss", self.comm.size - 1, self._steps)
+
+    def _post(self, kind: _Kind, source: int, most: int) -> None:
+        while self._posted[kind] < most:
+            number = self._posted[kind]
+            self._posted[kind] += 1
+            request = self.comm.irecv(source, _TAGS[kind])
+            request.add_done_callback(partial(self._arrived, kind, number))
+
+    def _arrived(self, kind: _Kind, number: int, request: Request[Any]) -> None:
+        self._arrivals.put(_Arrived(kind, number, request))
+
+    def _take(self, arrived: _Arrived | BaseException) -> None:
+        """Tell the machine of what has come. Raises what has failed meanwhile."""
+        if isinstance(arrived, BaseException):
+            raise arrived
+        kind, number, request = arrived
+        value = request.wait(0)
+        self._taken[kind] += 1
+        if kind == "loss":
+            self._losses[number] = value
+            return
+        self.statistics.bytes_received += self.boundary.nbytes(value)
+        self._mail[kind, number] = value
+        step, micro_batch = divmod(number, self.stages.micro_batches)
+        if kind == "carry":
+            self._machine.carry_arrived(step, micro_batch)
+        else:
+            self._machine.cotangent_arrived(step, micro_batch)
+        self._post_receives()
+
+    def _wait(self, step: int) -> None:
+        """Wait for the next message. Raises CollectiveTimeout, and PeerLost, naming what is waited for."""
+        begun, said = time.monotonic(), False
+        try:
+            while True:
+                left = begun + self.timeout_seconds - time.monotonic()
+                try:
+                    arrived = self._arrivals.get(timeout=max(0.0, left if said else min(left, _SAY_SECONDS)))
+                    break
+                except queue.Empty:
+                    waiting, ranks = self._awaited(step)
+                    if time.monotonic() >= begun + self.timeout_seconds:
+                        raise CollectiveTimeout(
+                            f"{waiting}, and nothing came for {self.timeout_seconds:g} s: is that process stuck, or "
+                            "does it not train on as many batches?",
+                            ranks,
+                        ) from None
+                    logger.info("%s (%.0f s so far)", waiting, time.monotonic() - begun)
+                    said = True
+        finally:
+            ended = time.monotonic()
+            self.statistics.waited_seconds += ended - begun
+            self._note(Span("wait", step, -1, begun, ended))
+        try:
+            self._take(arrived)
+        except PeerLost as error:
+            error.add_note(self._awaited(step)[0])
+            raise
+
+    def _awaited(self, step: int) -> tuple[str, tuple[int, ...]]:
+        """Return in words what this stage waits for, and from which ranks."""
+        awaited = [one for one in self._machine.awaited() if one.kind != "batch"]
+        if not awaited:
+            last = self.comm.size - 1
+            words = f"stage {self.stage.number} waits for the loss of step {step} from stage {last}"
+            return f"{words} ({self._name(last)})", (last,)
+        words = "; ".join(f"{one} ({self._name(one.sender)})" for one in awaited)
+        return words, tuple(one.sender for one in awaited)
+
+    def _receive(self, source: int, kind: _Kind) -> Any:
+        return self.comm.recv(source, _TAGS[kind], timeout_seconds=self.timeout_seconds)
+
+    def _name(self, rank: int) -> str:
+        return self.comm.names[rank]
+
+    def _note(self, span: Span) -> None:
+        if self.spans is not None:
+            self.spans.append(span)
+
+    def _check_terms(self) -> None:
+        """Compare what must be the same on all ranks: the cut, the schedule, the codec."""
+        cut = hashlib.sha256(str(self.stages).encode() + str(self.stages.batches.batch).encode()).hexdigest()[:12]
+        own = (
+            f"schedule {self.schedule.name}, depth {self.schedule.depth}, codec {self.boundary.codec}, "
+            f"{self.stages.micro_batches} micro-batches, cut {cut}"
+        )
+        padded = np.zeros(_TERMS_BYTES, np.uint8)
+        encoded = own.encode()[:_TERMS_BYTES]
+        padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        terms = [bytes(one).rstrip(b"\0").decode() for one in self.comm.allgather(padded)]
+        for rank, other in enumerate(terms):
+            if other != terms[0]:
+                self._sender.shutdown()
+                raise ConfigError(
+                    f"the stages of a pipeline have different settings: {self._name(0)} has {terms[0]}, and "
+                    f"{self._name(rank)} has {other}. Give all the same; another cut is another loss, model or batch"
+                )
+
+
+def _written(stages: Split, rank: int) -> Iterator[tuple[int, HeldLeaf]]:
+    """The leaves that a stage writes to a model file, and their places in its tree: of tied rows, the first stage's."""
+    before: dict[int, list[HeldLeaf]] = {}
+    for stage in stages[:rank]:
+        for leaf in stage.held:
+            before.setdefault(leaf.number, []).append(leaf)
+    for place, leaf in enumerate(stages[rank].held):
+        others = before.get(leaf.number, [])
+        if not any(one.rows is None or one.rows == leaf.rows for one in others):
+            yield place, leaf
