@@ -10,11 +10,12 @@ import pytest
 
 from tests.grids import nightly
 from zmqtrain.cli import main
+from zmqtrain.pipeline.pipeline import Pipeline
 from zmqtrain.sim.reading import read_scenario
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
 PLAN = PAGE.partition("## How the plan cuts a model\n")[2].partition("\n## ")[0]
-STAGES = PAGE.partition("\n## Cut a loss into stages\n")[2]
+STAGES, _, ON_PCS = PAGE.partition("\n## Cut a loss into stages\n")[2].partition("\n## A stage on each PC\n")
 PROGRAM = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 
 
@@ -58,3 +59,10 @@ def test_the_part_about_stages_is_a_program_that_prints_what_it_says(part, capsy
         beside = [f"{comment}\n" for comment in re.findall(r"print\(.*\)  # ([\w\[\], ]+)$", source, re.MULTILINE)]
         assert capsys.readouterr().out == (said or "".join(beside)), source
     assert part.count("```text") == sum(bool(said) for _, said in blocks)
+
+
+def test_the_loop_of_the_page_is_python_and_uses_what_there_is():
+    ((source, _),) = PROGRAM.findall(ON_PCS)
+    compile(source, "pipeline.md", "exec")
+    for name in re.findall(r"pipeline\.(\w+)", ON_PCS.replace("pipeline.md", "").replace("pipeline.py", "")):
+        assert hasattr(Pipeline, name) or name in ("statistics", "safetensors"), name

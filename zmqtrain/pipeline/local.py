@@ -54,7 +54,7 @@ class LocalPipeline:
         self._steps, self._unfinished = 0, dict[int, int]()
         self._losses: dict[int, jax.Array] = {}
         self.gradients: list[Any] = [None for _ in numbers]
-        """Of each stage, the gradients of the last step."""
+        """Of each stage, the gradients of the last step, where there is no optimizer that consumes them."""
         self.tasks: list[tuple[int, Task]] = []
         """What was done in the last call of `steps`: the stage and the task, in the order of this process."""
 
@@ -133,7 +133,8 @@ class LocalPipeline:
         due = {number: self._due.pop(number) for number in sorted(group)}
         gradients = self.stages.add_tied({number: own for number, (_, own) in due.items()})
         for number, (task, _) in due.items():
-            self.gradients[number] = gradients[number]
+            if self._runs[number].optimizer is None:
+                self.gradients[number] = gradients[number]
             self._runs[number].update(task.version, gradients[number])
             self._machines[number].done(task)
             self._runs[number].drop_versions(self._machines[number].versions)

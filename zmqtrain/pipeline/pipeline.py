@@ -18,6 +18,7 @@ Rule 5: losses and parameters are those of `LocalPipeline` with the same codec, 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import queue
 import time
@@ -36,6 +37,7 @@ from zmqtrain.checkpoint.model_files import write_model_in_parts
 from zmqtrain.collectives.communicator import Communicator
 from zmqtrain.collectives.group import Request
 from zmqtrain.core.errors import CollectiveTimeout, ConfigError, PeerLost, ZmqTrainError
+from zmqtrain.monitor.records import record
 from zmqtrain.pipeline.boundary import Boundary, Values
 from zmqtrain.pipeline.coupling import check_separable
 from zmqtrain.pipeline.schedule import Depth, Schedule, ScheduleName, StageMachine, Task
@@ -91,7 +93,7 @@ class Pipeline:
     (`stages[comm.rank].init`, or `.own` of a whole tree).  optimizer: of the own parameters; None: they stay.
     schedule, depth: "1f1b", "gpipe" or "2bw", and "eager" or "textbook".  codec: of what travels: "bf16", "int8",
     "int4", or "float32", which changes nothing.  timeout_seconds: of each wait; None: the communicator's.
-    record: keep `spans`, each task and each wait with its times; a task then ends when its result is computed.
+    recorded: keep `spans`, each task and each wait with its times; a task then ends when its result is computed.
 
     Raises ConfigError for another number of ranks, for settings in which the ranks differ, for an optimizer that looks
     at several leaves at once, and as `Split` and `Schedule` do.
@@ -108,7 +110,7 @@ class Pipeline:
         depth: Depth = "eager",
         codec: str = "bf16",
         timeout_seconds: float | None = None,
-        record: bool = False,
+        recorded: bool = False,
     ) -> None:
         if comm.size != len(stages):
             raise ConfigError(
@@ -123,7 +125,7 @@ class Pipeline:
         self.run = StageRun(self.stage, own, stages.micro_batches, optimizer)
         """What computes; it knows no wire."""
         self.statistics = PipelineStatistics()
-        self.spans: list[Span] | None = [] if record else None
+        self.spans: list[Span] | None = [] if recorded else None
         """Tasks and waits so far, if they are recorded."""
         self._machine = StageMachine(self.schedule, comm.rank, comm.size, stages.micro_batches)
         self._sender = ThreadPoolExecutor(1, "zmqtrain-pipeline-sender")
@@ -191,6 +193,19 @@ class Pipeline:
                     values = np.asarray(own[place], np.float32) if rank == root else self._receive(rank, "own")
                     write(leaf.whole.path, 0 if leaf.rows is None else leaf.rows.start, values)
 
+    def write_record(self, path: str | Path) -> None:
+        """Write the recorded tasks, a line of JSON each, as `zmqtrain sim --json` does: `zmqtrain page FOLDER` draws
+        them. Raises ConfigError without `recorded`, OSError."""
+        if self.spans is None:
+            raise ConfigError("nothing was recorded: make the pipeline with recorded=True")
+        offset = time.time() - time.monotonic()
+        with open(path, "w", encoding="utf-8") as file:
+            for span in self.spans:
+                if span.kind != "wait":
+                    facts = {"pipeline": 0, "stage": self.stage.number, "end": span.end + offset, "what": span.kind}
+                    facts |= {"step": span.step, "micro_batch": span.micro_batch}
+                    file.write(json.dumps(record("task", span.begin + offset, **facts)) + "\n")
+
     def close(self) -> None:
         """Wait until what was computed is sent, and end the sending thread. The communicator stays open."""
         self._sender.shutdown(wait=True)
@@ -252,9 +267,11 @@ class Pipeline:
             for rank in range(self.comm.size - 1):
                 self._submit(self._send, "loss", rank, loss)
         if others := self.stages.tied_with(self.stage.number):
-            parts = {self.stage.number: self.stages.tied_parts(self.stage.number, gradients)}
+            own = self.stages.tied_parts(self.stage.number, gradients)
+            parts = {self.stage.number: {number: np.asarray(part) for number, part in own.items()}}
             for other in others:
-                self._submit(self._send_tied, other, self._shared_with(other, parts[self.stage.number]))
+                shared = self._shared_with(other, parts[self.stage.number])
+                self._submit(self._send, "tied", other, list(shared.values()))
             for other in others:
                 numbers = self._shared_with(other, parts[self.stage.number])
                 parts[other] = dict(zip(numbers, self._receive(other, "tied"), strict=True))
@@ -284,9 +301,6 @@ class Pipeline:
         wire = self.boundary.pack(result, forms, "forward" if kind == "carry" else "backward", what)
         self.statistics.bytes_sent += self.boundary.nbytes(wire)
         self._send(kind, receiver, wire)
-
-    def _send_tied(self, other: int, parts: dict[int, Any]) -> None:
-        self._send("tied", other, [np.asarray(part) for part in parts.values()])
 
     def _send(self, kind: _Kind, to: int, values: Any) -> None:
         request = self.comm.isend(values, to, _TAGS[kind], timeout_seconds=self.timeout_seconds)

@@ -91,7 +91,7 @@ class StageRun:
 
     def update(self, version: int, gradients: Any) -> None:
         """Apply the gradient of a step: version `version` + 1 of the parameters is made of the newest, `version`.
-        Without an optimizer they are the same."""
+        Without an optimizer they are the same; with one, the gradient is consumed: its memory becomes theirs."""
         own = self._versions[version]
         if self.optimizer is not None:
             own, self.optimizer_state = self._updated(own, gradients, self.optimizer_state)
@@ -103,7 +103,7 @@ class StageRun:
 
     @cached_property
     def _mean(self) -> Any:
-        return jax.jit(lambda gradients: jax.tree.map(lambda leaf: leaf / self.micro_batches, gradients))
+        return jax.jit(lambda sums: jax.tree.map(lambda leaf: leaf / self.micro_batches, sums), donate_argnums=0)
 
     @cached_property
     def _updated(self) -> Any:
@@ -114,4 +114,4 @@ class StageRun:
             updates, state = optimizer.update(gradients, state, own)
             return optax.apply_updates(own, updates), state
 
-        return jax.jit(updated)
+        return jax.jit(updated, donate_argnums=(1, 2))
