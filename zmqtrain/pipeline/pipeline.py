@@ -40,7 +40,7 @@ from zmqtrain.core.errors import CollectiveTimeout, ConfigError, PeerLost, ZmqTr
 from zmqtrain.monitor.records import record
 from zmqtrain.pipeline.boundary import Boundary, Values
 from zmqtrain.pipeline.coupling import check_separable
-from zmqtrain.pipeline.schedule import Depth, Schedule, ScheduleName, StageMachine, Task
+from zmqtrain.pipeline.schedule import NO_MICRO_BATCH, Depth, Schedule, ScheduleName, StageMachine, Task
 from zmqtrain.pipeline.split import Split
 from zmqtrain.pipeline.stage import HeldLeaf
 from zmqtrain.pipeline.stage_run import StageRun
@@ -53,7 +53,7 @@ _TAGS: dict[_Kind, int] = {"carry": 1 << 40, "cotangent": 2 << 40, "loss": 3 << 
 """Tags of a pipeline's messages; a user of the same communicator takes smaller ones."""
 _AHEAD = 4
 """Receives posted before their messages are needed."""
-_SAY_SECONDS = 5.0
+_SAY_SECONDS = 10.0
 """A wait that lasts so long is said in the log, with what it is for."""
 _TERMS_BYTES = 512
 
@@ -234,7 +234,7 @@ class Pipeline:
             if (task := self._machine.next_task()) is not None:
                 self._do(task)
             else:
-                self._wait(step)
+                self._wait()
 
     def _do(self, task: Task) -> None:
         begun = time.monotonic()
@@ -335,10 +335,14 @@ class Pipeline:
 
     def _take(self, arrived: _Arrived | BaseException) -> None:
         """Tell the machine of what has come. Raises what has failed meanwhile."""
-        if isinstance(arrived, BaseException):
-            raise arrived
-        kind, number, request = arrived
-        value = request.wait(0)
+        try:
+            if isinstance(arrived, BaseException):
+                raise arrived
+            kind, number, request = arrived
+            value = request.wait(0)
+        except PeerLost as error:
+            error.add_note(self._awaited()[0])
+            raise
         self._taken[kind] += 1
         if kind == "loss":
             self._losses[number] = value
@@ -352,7 +356,7 @@ class Pipeline:
             self._machine.cotangent_arrived(step, micro_batch)
         self._post_receives()
 
-    def _wait(self, step: int) -> None:
+    def _wait(self) -> None:
         """Wait for the next message. Raises CollectiveTimeout, and PeerLost, naming what is waited for."""
         begun, said = time.monotonic(), False
         try:
@@ -362,31 +366,27 @@ class Pipeline:
                     arrived = self._arrivals.get(timeout=max(0.0, left if said else min(left, _SAY_SECONDS)))
                     break
                 except queue.Empty:
-                    waiting, ranks = self._awaited(step)
+                    waiting, ranks = self._awaited()
                     if time.monotonic() >= begun + self.timeout_seconds:
                         raise CollectiveTimeout(
                             f"{waiting}, and nothing came for {self.timeout_seconds:g} s: is that process stuck, or "
                             "does it not train on as many batches?",
                             ranks,
                         ) from None
-                    logger.info("%s (%.0f s so far)", waiting, time.monotonic() - begun)
+                    logger.warning("%s (%.0f s so far)", waiting, time.monotonic() - begun)
                     said = True
         finally:
             ended = time.monotonic()
             self.statistics.waited_seconds += ended - begun
-            self._note(Span("wait", step, -1, begun, ended))
-        try:
-            self._take(arrived)
-        except PeerLost as error:
-            error.add_note(self._awaited(step)[0])
-            raise
+            self._note(Span("wait", self._updated, NO_MICRO_BATCH, begun, ended))
+        self._take(arrived)
 
-    def _awaited(self, step: int) -> tuple[str, tuple[int, ...]]:
+    def _awaited(self) -> tuple[str, tuple[int, ...]]:
         """Return in words what this stage waits for, and from which ranks."""
         awaited = [one for one in self._machine.awaited() if one.kind != "batch"]
         if not awaited:
             last = self.comm.size - 1
-            words = f"stage {self.stage.number} waits for the loss of step {step} from stage {last}"
+            words = f"stage {self.stage.number} waits for the loss of step {self._taken['loss']} from stage {last}"
             return f"{words} ({self._name(last)})", (last,)
         words = "; ".join(f"{one} ({self._name(one.sender)})" for one in awaited)
         return words, tuple(one.sender for one in awaited)
