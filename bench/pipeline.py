@@ -6,7 +6,8 @@ Rule 1: each stage is a process in a namespace of its own, and so is the broker 
 emulated by sleeping; the bytes of carries and cotangents, their codecs and all that moves them are real.
 Rule 2: the first step is not timed: receives are posted and buffers made in it. Rows with a flush are timed step by
 step; of 2bw, which has no flush, the time is that from the end of the first step to the end of the last.
-Rule 3: `simulated` is what `zmqtrain sim` makes of the same row: the same machine of the schedule in virtual time.
+Rule 3: `--learning` trains the text program in one process, with and without a flush, on the same batches.
+Rule 4: `simulated` is what `zmqtrain sim` makes of the same row: the same machine of the schedule in virtual time.
 
 Columns: efficiency, median of the steps; low, high: of the steps.  simulated: see above.  step_s: seconds of a step.
 waited: share of its time in which a stage had no task, of the stage that waited most.  sent_mb: 10^6 bytes a step that
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -29,7 +31,7 @@ from zmqtrain.sim.pipeline import SimPipeline
 from zmqtrain.transport.memory import LinkModel
 
 from children import Child, commands, say
-from report import BusyMeter, format_rate, parse_rate, print_table, write_json
+from report import BusyMeter, format_rate, parse_rate, parse_seeds, print_table, write_json
 from star import Star
 
 __all__ = ["Row", "measure", "read_options", "main"]
@@ -88,6 +90,9 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
     parser.add_argument("--rows", type=int, nargs="+", choices=range(len(ALL)), help="which rows (default: all)")
+    parser.add_argument("--learning", action="store_true", help="what 2bw costs learning, in place of the star")
+    parser.add_argument("--steps", type=int, default=600, help="of each run of --learning (default %(default)s)")
+    parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="of --learning (default 0,1,2)")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
     return parser.parse_args(arguments)
 
@@ -134,7 +139,41 @@ def main() -> None:
         case ["stage", plan, number]:
             _be_stage(json.loads(plan), int(number))
         case arguments:
-            _measure_all(read_options(arguments))
+            options = read_options(arguments)
+            (_learn_all if options.learning else _measure_all)(options)
+
+
+def _learn_all(options: argparse.Namespace) -> None:
+    """Print the held-out loss of the text program with a flush and without, by optimizer and seed."""
+    rows = []
+    for optimizer, rate in (("adamw", 3e-3), ("muon", 6e-3)):
+        for seed in options.seeds:
+            losses = {name: _learn(name, optimizer, rate, seed, options.steps) for name in ("1f1b", "2bw")}
+            more = 100 * (losses["2bw"] / losses["1f1b"] - 1)
+            rows.append({"optimizer": optimizer, "rate": rate, "seed": seed, **losses, "2bw: % more": more})
+            print(f"{optimizer}, seed {seed}: {more:+.2f} %", file=sys.stderr, flush=True)
+        own = [row["2bw: % more"] for row in rows if row["optimizer"] == optimizer]
+        rows.append({"optimizer": optimizer, "rate": rate, "seed": "mean", "2bw: % more": statistics.fmean(own)})
+    print_table(rows, f"held-out loss after {options.steps} steps, three stages, four micro-batches")
+    if options.json:
+        write_json(options.json, rows)
+
+
+def _learn(schedule: Any, optimizer: str, rate: float, seed: int, steps: int) -> float:
+    import zmqtrain as zt
+    from zmqtrain.pipeline.local import LocalPipeline
+    from zmqtrain.pipeline.schedule import Schedule
+    from zmqtrain.programs.text import TextProgram
+
+    program = TextProgram(inner_optimizer=optimizer, rate=rate, layers=3, clip=0.0, seed=seed)
+    units = itertools.chain.from_iterable(map(program.batches, itertools.count()))
+    batches = list(itertools.islice(units, steps))
+    params = program.init(seed)
+    stages = zt.split(program.loss, params, batches[0], 2, micro_batches=4)
+    pipeline = LocalPipeline(stages, params, program.optimizer(), Schedule(schedule), "bf16")
+    for _ in pipeline.steps(batches):
+        pass
+    return program.evaluate(pipeline.params())["loss"]
 
 
 def _measure_all(options: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import jax
-import optax
 
 import zmqtrain as zt
 from zmqtrain.programs.text import TextProgram
@@ -22,12 +21,12 @@ from zmqtrain.programs.text import TextProgram
 
 def train(comm, options):
     """Be one stage."""
-    program = TextProgram(width=options.width, layers=options.layers, batch=options.batch, tied=False)
+    program = TextProgram(width=options.width, layers=options.layers, batch=options.batch, tied=False, clip=0.0)
     batches = [batch for unit in range(options.steps) for batch in program.batches(unit)][: options.steps]
     shapes = jax.eval_shape(program.init, 0)
     stages = zt.split(program.loss, shapes, batches[0], comm.size - 1, micro_batches=options.micro_batches)
     own = stages[comm.rank].init(program.init, 0)
-    with zt.Pipeline(comm, stages, own, optax.adamw(3e-3), codec=options.codec, recorded=True) as pipeline:
+    with zt.Pipeline(comm, stages, own, program.optimizer(), codec=options.codec, recorded=True) as pipeline:
         for step, loss in enumerate(pipeline.steps(batches), 1):
             if comm.rank == 0 and (step == 1 or step % 5 == 0):
                 print(f"step {step}: loss {loss:.4f}", flush=True)

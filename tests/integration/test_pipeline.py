@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import zmqtrain as zt
@@ -21,8 +20,8 @@ from zmqtrain.pipeline.split import Split
 from zmqtrain.programs.text import TextProgram
 
 STAGES, MICRO_BATCHES, STEPS = 3, 4, 4
-PROGRAM = TextProgram(width=16, layers=3, heads=2, context=16, batch=8)
-OPTIMIZER = optax.adamw(1e-2)
+PROGRAM = TextProgram(width=16, layers=3, heads=2, context=16, batch=8, clip=0.0, warmup=1)
+OPTIMIZER = PROGRAM.optimizer()
 
 
 @pytest.fixture(scope="module")

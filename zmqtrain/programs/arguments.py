@@ -266,7 +266,7 @@ TEXT_LIMITS: dict[str, tuple[float, int]] = {
     **dict.fromkeys(("width", "layers", "heads", "context", "batch", "batches_per_unit"), SIZE),
     **dict.fromkeys(("rate", "warmup", "weight_decay"), RATE),
     "seed": SEED,
-    "clip": (1e-6, MOST),
+    "clip": (0.0, MOST),
 }
 IMAGE_LIMITS: dict[str, tuple[float, int]] = {
     **dict.fromkeys(("width", "batch", "batches_per_unit"), SIZE),

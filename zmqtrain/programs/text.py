@@ -51,7 +51,7 @@ class TextProgram:
     """A decoder-only transformer over bytes; each field is one argument. Raises ConfigError and DataError when made.
 
     data: "stdlib" or the path of a file.  batch: windows per local step, of `context` bytes each.  rate: reached after
-    `warmup` steps.  clip: largest norm of a gradient.  inner_optimizer: "adamw", or "muon" for the matrices.
+    `warmup` steps.  clip: largest norm of a gradient; 0: none is clipped, as in a pipeline.  inner_optimizer: "adamw", or "muon" for the matrices.
     seed: of the data's order (that of the parameters is given to `init`).
     """
 
@@ -126,7 +126,7 @@ class TextProgram:
             )
         else:
             inner = optax.adamw(rate, b2=0.99, weight_decay=self.weight_decay, mask=_is_matrix)
-        return optax.chain(optax.clip_by_global_norm(self.clip), inner)
+        return optax.chain(optax.clip_by_global_norm(self.clip), inner) if self.clip else inner
 
     def batches(self, unit: int) -> Iterator[dict[str, npt.NDArray[np.uint8]]]:
         """Return `batches_per_unit` batches {"text": uint8[batch, context + 1]} of windows drawn at random."""
