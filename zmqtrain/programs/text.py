@@ -51,7 +51,8 @@ class TextProgram:
     """A decoder-only transformer over bytes; each field is one argument. Raises ConfigError and DataError when made.
 
     data: "stdlib" or the path of a file.  batch: windows per local step, of `context` bytes each.  rate: reached after
-    `warmup` steps.  clip: largest norm of a gradient; 0: none is clipped, as in a pipeline.  inner_optimizer: "adamw", or "muon" for the matrices.
+    `warmup` steps.  clip: largest norm of a gradient; 0: none is clipped, as in a pipeline.
+    inner_optimizer: "adamw", or "muon" for the matrices.
     seed: of the data's order (that of the parameters is given to `init`).
     """
 
