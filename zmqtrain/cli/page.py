@@ -16,7 +16,7 @@ import tyro
 
 from zmqtrain.cli.display import log_to_stderr, say
 from zmqtrain.cli.ending import first_interrupt
-from zmqtrain.cli.settings import HubOptions, LogOptions, check_host, command
+from zmqtrain.cli.settings import Folder, HubOptions, LogOptions, check_host, command
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.installed import how_to_install
 from zmqtrain.transport.address import local_address, parse_addresses
@@ -43,6 +43,8 @@ class PageConfig(HubOptions, LogOptions):
     bind: str = ""
     """HOST:PORT where the page is served; empty: 127.0.0.1:5560, for this PC alone, or the next port that is free. At
     another address the page asks for a token, which is printed once."""
+    tensorboard: Folder = None
+    """Write scalars of the run and of all nodes for TensorBoard, in a folder of the run's name in this folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,17 +63,19 @@ class PageConfig(HubOptions, LogOptions):
 
 
 def _open_source(config: PageConfig) -> Source:
+    from zmqtrain.monitor.tensorboard import RunScalars
     from zmqtrain.page.sources import FolderSource, HubSource
 
+    scalars = None if config.tensorboard is None else RunScalars(config.tensorboard)
     if "://" in config.run:
         check_host(config.run)
-        return HubSource(config.run, config.server_key, config.keys, config.wait_seconds)
+        return HubSource(config.run, config.server_key, config.keys, config.wait_seconds, scalars)
     if not Path(config.run).exists():
         raise ConfigError(
             f"there is no folder {config.run}: name one with records (--record of the broker and the nodes), or the "
             "address of a broker, as tcp://192.168.1.10:5555"
         )
-    return FolderSource(Path(config.run))
+    return FolderSource(Path(config.run), scalars)
 
 
 def is_local(host: str) -> bool:

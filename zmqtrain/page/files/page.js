@@ -18,6 +18,7 @@ const MARKS = {
 const OTHER_MARK = ["hub", "soft", "square"];
 const FONT = "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 const MANY_NODES = 12, MOST_LISTED = 200;
+const ROUTINE = new Set(["released", "checkpoint"]), MOST_ROUTINE = 500, MOST_EVENTS = 2000;  // as in picture.py
 const STATES = { live: "live", lost: "broker lost", reading: "reading", recorded: "recorded", ended: "ended", offline: "page ended" };
 
 const run = { lines: new Map(), events: [], rows: [], tick: -1, frame: null };
@@ -42,8 +43,19 @@ function take(frame) {
   }
   const last = run.events.length ? run.events[run.events.length - 1].number : -1;
   run.events.push(...frame.events.filter((event) => event.number > last));
-  run.events.splice(0, run.events.length - 2000);
+  thinEvents();
   run.frame = frame;
+}
+
+/** Leave out every second routine event where there are too many, and the oldest of the others. */
+function thinEvents() {
+  const routine = run.events.filter((event) => ROUTINE.has(event.what));
+  const others = run.events.length - routine.length;
+  if (routine.length <= MOST_ROUTINE && others <= MOST_EVENTS) return;
+  const gone = new Set();
+  if (routine.length > MOST_ROUTINE) routine.slice(1, -1).forEach((event, index) => { if (index % 2 === 0) gone.add(event.number); });
+  let over = others - MOST_EVENTS;
+  run.events = run.events.filter((event) => !gone.has(event.number) && (ROUTINE.has(event.what) || over-- <= 0));
 }
 
 function listen() {
@@ -195,8 +207,8 @@ function choose(key) {
 }
 
 function showEvents() {
-  const all = element("versions").checked;
-  const events = run.events.filter((event) => all || event.what !== "released").slice(-MOST_LISTED).reverse();
+  const all = element("routine").checked;
+  const events = run.events.filter((event) => all || !ROUTINE.has(event.what)).slice(-MOST_LISTED).reverse();
   const body = element("events").tBodies[0];
   resize(body, events.length, () => {
     const row = make("tr");
@@ -345,7 +357,7 @@ element("theme").onclick = () => {
 };
 prefersDark.onchange = showTheme;
 element("log").onchange = draw;
-element("versions").onchange = () => run.frame && showEvents();
+element("routine").onchange = () => run.frame && showEvents();
 element("plotly").addEventListener("load", draw);
 document.addEventListener("visibilitychange", drawSoon);
 showTheme();
