@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import logging
+import os
 import secrets
 import shlex
+import threading
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from zmqtrain.core.installed import how_to_install
 from zmqtrain.transport.address import local_address, parse_addresses
 
 if TYPE_CHECKING:
+    from zmqtrain.page.server import PageServer
     from zmqtrain.page.sources import Source
 
 PROGRAM = "zmqtrain page"
@@ -45,6 +48,8 @@ class PageConfig(HubOptions, LogOptions):
     another address the page asks for a token, which is printed once."""
     tensorboard: Folder = None
     """Write scalars of the run and of all nodes for TensorBoard, in a folder of the run's name in this folder."""
+    follow_stdin: bool = False
+    """End when standard input is closed, as when a program that has started the page ends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,9 +98,21 @@ def address_of(host: str, port: int, token: str) -> str:
     return f"http://{named}:{port}/" + (f"?token={token}" if token else "")
 
 
+def what_is_missing() -> str:
+    """Return which packages the page needs and what to type; "" if all are here."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    return f"the page needs {', '.join(missing)}; to install that: {how_to_install('page')}" if missing else ""
+
+
+def _end_with_stdin(server: PageServer) -> None:
+    while os.read(0, 4096):  # not sys.stdin, whose lock would abort the interpreter's end
+        pass
+    server.stop()
+
+
 def _run(config: PageConfig) -> int:
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"the page needs {', '.join(missing)}; to install that: {how_to_install('page')}")
+    if missing := what_is_missing():
+        raise ConfigError(missing)
     from zmqtrain.page.server import PageServer, open_socket
 
     log_to_stderr(config.verbose)
@@ -112,6 +129,8 @@ def _run(config: PageConfig) -> int:
         ) from error
     with closing(listening), closing(_open_source(config)) as source:
         server = PageServer(source.picture, listening, token)
+        if config.follow_stdin:
+            threading.Thread(target=_end_with_stdin, args=(server,), name="zmqtrain-stdin", daemon=True).start()
         with first_interrupt(server.stop):
             source.start()
             address = address_of(host, listening.getsockname()[1], token)

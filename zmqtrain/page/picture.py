@@ -119,6 +119,8 @@ class Picture:
         self._routine: list[dict[str, Any]] = []
         self._count = self._told = 0
         self._cleared = False
+        self._pipelines: Sequence[Mapping[str, Any]] = ()
+        self._pipelines_told = True
 
     # ------------------------------------------------------------------ changes
 
@@ -128,6 +130,7 @@ class Picture:
         self._events.clear()
         self._routine.clear()
         self.rows.clear()
+        self._pipelines = ()
         self._cleared = True
 
     def curve(self, kind: LineKind, key: str, name: str, number: int = 0) -> Curve | None:
@@ -169,6 +172,10 @@ class Picture:
         found = [event for event in (*self._events, *self._routine) if event["number"] > number]
         return sorted(found, key=lambda event: int(event["number"]))
 
+    def set_pipelines(self, charts: Sequence[Mapping[str, Any]]) -> None:
+        """Show these charts of pipelines (see `gantt`); they are sent when they change."""
+        self._pipelines, self._pipelines_told = charts, False
+
     def make_room(self) -> None:
         """Leave out rows of nodes that are gone, those that went first, where there are too many."""
         gone = [key for key, row in self.rows.items() if row.is_gone]
@@ -194,7 +201,9 @@ class Picture:
                 if change is not None:
                     first, (times, values) = change
                     lines[identity] = {**curve.facts(), "first": first, "times": times, "values": values}
-            return _to_json({**self._now(), "lines": lines, "events": new})
+            pipelines = {} if self._pipelines_told else {"pipelines": self._pipelines}
+            self._pipelines_told = True
+            return _to_json({**self._now(), "lines": lines, "events": new, **pipelines})
 
     def whole(self) -> bytes:
         """Return all that there is, for a browser that has nothing."""
@@ -203,7 +212,8 @@ class Picture:
             for identity, curve in self._curves.items():
                 times, values = curve.line.points()
                 lines[identity] = {**curve.facts(), "first": 0, "times": times, "values": values}
-            return _to_json({**self._now(), "lines": lines, "events": self._events_after(0), "whole": True})
+            whole = {**self._now(), "lines": lines, "events": self._events_after(0), "pipelines": self._pipelines}
+            return _to_json({**whole, "whole": True})
 
     def _now(self) -> dict[str, Any]:
         heading = {name: printable(text, MAX_SENTENCE) for name, text in vars(self.heading).items()}

@@ -18,6 +18,7 @@ from typing import Any
 from zmqtrain.cli.display import NOTHING, format_count, format_number, format_scores, format_seconds, plural
 from zmqtrain.monitor.records import Record
 from zmqtrain.monitor.tensorboard import RunScalars
+from zmqtrain.page.gantt import PipelineTasks
 from zmqtrain.page.picture import Curve, Picture, Row, Tile
 from zmqtrain.page.roster_feed import (
     HubTable,
@@ -117,12 +118,14 @@ class RecordFeed:
         self._hub, self._hub_rows = HubTable(), list[tuple[str, str]]()
         self._reported: Roster | None = None
         self._gain = ""
+        self._tasks = PipelineTasks()
         self._kinds: dict[str, Callable[[_Life, float, Record], None]] = {
             "run": self._began, "node": self._joined, "membership": self._membership, "plan": self._planned,
             "founding": self._founded, "release": self._release, "evaluation": self._evaluated,
             "run_end": self._run_ended, "step": self._stepped, "offer": self._offered,
             "application": self._applied, "withdrawal": self._withdrawn, "node_end": self._node_ended,
-            "schedule": self._scheduled, "status": self._stands,
+            "schedule": self._scheduled, "status": self._stands, "task": self._task_done,
+            "pipeline_end": self._pipeline_ended,
         }  # fmt: skip
 
     def take(self, file: object, record: Record) -> None:
@@ -262,6 +265,15 @@ class RecordFeed:
         for member in roster.members:
             self._report_member(life, seconds, member)
 
+    def _task_done(self, life: _Life, seconds: float, record: Record) -> None:
+        self._tasks.take(record)
+        self._end = max(self._end, float(record["end"]) + self._shift(life))
+
+    def _pipeline_ended(self, life: _Life, seconds: float, record: Record) -> None:
+        number, computed = int(record["pipeline"]) + 1, percent(float(record["efficiency"]))
+        text = f"pipeline {number}: its PCs computed {computed} of the time"
+        self.picture.add_event(seconds + self._shift(life), "pipeline ended", "", text)
+
     def _report_member(self, life: _Life, seconds: float, member: Mapping[str, Any]) -> None:
         node = self._node(_text(member, "name"))
         rate, at = figure(member, "link_rate"), seconds + self._shift(life)
@@ -395,6 +407,8 @@ class RecordFeed:
         if self._gain:
             picture.sentences = [*picture.sentences, self._gain]
         picture.hub = self._hub_figures()
+        if self._tasks.changed:
+            picture.set_pipelines(self._tasks.charts())
 
     def _fill_rows(self) -> None:
         total = sum(node.landed_samples for node in self._nodes.values())

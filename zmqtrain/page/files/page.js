@@ -21,7 +21,8 @@ const MANY_NODES = 12, MOST_LISTED = 200;
 const ROUTINE = new Set(["released", "checkpoint"]), MOST_ROUTINE = 500, MOST_EVENTS = 2000;  // as in picture.py
 const STATES = { live: "live", lost: "broker lost", reading: "reading", recorded: "recorded", ended: "ended", offline: "page ended" };
 
-const run = { lines: new Map(), events: [], rows: [], tick: -1, frame: null };
+const TASKS = { forward: "accent", backward: "good", update: "warning" };
+const run = { lines: new Map(), events: [], rows: [], pipelines: [], tick: -1, frame: null };
 const element = (id) => document.getElementById(id);
 let chosen = null, drawnAt = 0, drawing = 0;
 
@@ -44,6 +45,10 @@ function take(frame) {
   const last = run.events.length ? run.events[run.events.length - 1].number : -1;
   run.events.push(...frame.events.filter((event) => event.number > last));
   thinEvents();
+  if (frame.pipelines) {
+    run.pipelines = frame.pipelines;
+    showPipelines();
+  }
   run.frame = frame;
 }
 
@@ -221,6 +226,21 @@ function showEvents() {
   });
 }
 
+function showPipelines() {
+  const select = element("pipeline"), { length } = run.pipelines, newest = select.selectedIndex === select.options.length - 1;
+  element("pipelines").hidden = !length;
+  select.hidden = length < 2;
+  resize(select, length, () => make("option"));
+  run.pipelines.forEach((one, index) => setText(select.options[index], one.name));
+  if (newest) select.selectedIndex = length - 1;
+  if (element("pipeline-key").children.length) return;
+  element("pipeline-key").replaceChildren(...Object.entries(TASKS).map(([kind, tone]) => {
+    const sign = make("span", "kind", kind);
+    sign.style.setProperty("--of-kind", `var(--${tone})`);
+    return sign;
+  }));
+}
+
 // ---------------------------------------------------------------- charts
 
 /** Return a text in which plotly reads no markup and no variables. */
@@ -266,6 +286,7 @@ function draw() {
   if (losses.length && samples) drawChart("by-samples", curves((time) => samplesAt(samples, time)), "samples", colour);
   else if (losses.length) setEmpty("by-samples", "The samples of the run are in the broker's record, which is not here.");
   if (run.events.length) drawTimeline(unit, unitName, end, colour);
+  if (run.pipelines.length) drawPipeline(run.pipelines[Math.max(0, element("pipeline").selectedIndex)], colour);
 }
 
 function setEmpty(id, text) {
@@ -338,6 +359,27 @@ function drawTimeline(unit, unitName, end, colour) {
   Plotly.react("timeline", traces, layout, { ...CONFIG, displayModeBar: false });
 }
 
+function drawPipeline(pipeline, colour) {
+  const { bars, stages, name } = pipeline, label = (stage) => `stage ${stage + 1}`;
+  const traces = Object.entries(TASKS).map(([kind, tone]) => {
+    const of = bars.filter((bar) => bar[1] === kind);
+    return {
+      type: "bar", orientation: "h", name: kind, y: of.map(([stage]) => label(stage)), base: of.map((bar) => bar[2]),
+      x: of.map((bar) => bar[3] - bar[2]), hovertext: of.map((bar) => plain(bar[4])), hoverinfo: "text",
+      marker: { color: colour(tone), line: { width: 0.5, color: colour("card") } },
+    };
+  });
+  const first = Math.min(...bars.map((bar) => bar[2])), last = Math.max(...bars.map((bar) => bar[3]));
+  const layout = layoutOf(colour, "seconds", [first, last + 0.01 * (last - first)]);
+  layout.margin = { l: 66, r: 22, t: 8, b: 34 };
+  layout.barmode = "overlay";
+  layout.bargap = 0.25;
+  layout.uirevision = name;
+  const order = Array.from({ length: stages }, (_, stage) => label(stage));
+  layout.yaxis = { ...layout.yaxis, type: "category", categoryorder: "array", categoryarray: order, range: [stages - 0.4, -0.6], fixedrange: true };
+  Plotly.react("gantt", traces, layout, { ...CONFIG, displayModeBar: false });
+}
+
 // ---------------------------------------------------------------- theme
 
 const THEMES = ["system", "light", "dark"];
@@ -357,6 +399,7 @@ element("theme").onclick = () => {
 };
 prefersDark.onchange = showTheme;
 element("log").onchange = draw;
+element("pipeline").onchange = draw;
 element("routine").onchange = () => run.frame && showEvents();
 element("plotly").addEventListener("load", draw);
 document.addEventListener("visibilitychange", drawSoon);
