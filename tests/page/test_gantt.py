@@ -42,6 +42,7 @@ def test_the_last_step_of_a_simulated_pipeline_is_shown_and_sent_once() -> None:
     assert "pipelines" not in json.loads(picture.take_change())
     sent = json.loads(picture.whole())
     assert sent["pipelines"] == [chart]
+    assert (sent["heading"]["title"], [tile["name"] for tile in sent["tiles"]]) == ("pipelines", ["recorded"])
     assert sent["events"][-1]["what"] == "pipeline ended" and "of the time" in sent["events"][-1]["text"]
     picture.clear()
     assert json.loads(picture.whole())["pipelines"] == []

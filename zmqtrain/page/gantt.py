@@ -25,6 +25,11 @@ class PipelineTasks:
         self._pipelines: dict[int, dict[int, list[Task]]] = {}  # by number and step
         self.changed = False
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there is any task."""
+        return bool(self._pipelines)
+
     def take(self, one: Record) -> None:
         """Take a record of a task. Raises ValueError for what is none."""
         pipeline, step, stage = (int(one[name]) for name in ("pipeline", "step", "stage"))

@@ -380,7 +380,8 @@ class RecordFeed:
         """
         picture, heading = self.picture, self.picture.heading
         heading.run = self._run
-        heading.title = say_program(self._settings or self._schedule)
+        alone = self._tasks.is_known and not (self._nodes or self._run)
+        heading.title = "pipelines" if alone else say_program(self._settings or self._schedule)
         state = "ended" if self._ended else "recorded"
         notes = [f"reading the records: {percent(reading)}"] if reading is not None else []
         heading.state = "reading" if reading is not None else state
@@ -394,7 +395,7 @@ class RecordFeed:
                 life.curve.shift = self._shift(life)
         picture.columns = COLUMNS
         self._fill_rows()
-        picture.tiles = self._tiles()
+        picture.tiles = self._tiles()[: 1 if alone else None]
         schedule = self._plan
         every, delay, codec = schedule.get("every"), schedule.get("delay"), printable(str(schedule.get("codec", "")))
         release = schedule.get("release")

@@ -285,6 +285,7 @@ function draw() {
   if (losses.length) drawChart("by-seconds", curves((time) => time / unit), unitName, colour);
   if (losses.length && samples) drawChart("by-samples", curves((time) => samplesAt(samples, time)), "samples", colour);
   else if (losses.length) setEmpty("by-samples", "The samples of the run are in the broker's record, which is not here.");
+  element("charts").hidden = element("key").hidden = run.pipelines.length > 0 && !losses.length;  // a pipeline alone
   if (run.events.length) drawTimeline(unit, unitName, end, colour);
   if (run.pipelines.length) drawPipeline(run.pipelines[Math.max(0, element("pipeline").selectedIndex)], colour);
 }
