@@ -283,16 +283,23 @@ function draw() {
   const [unit, unitName] = unitOf(end);
   const curves = (at) => losses.map((line) => curveOf(line, line.times.map((time) => at(time + line.shift)), colour));
   if (losses.length) drawChart("by-seconds", curves((time) => time / unit), unitName, colour);
+  else setEmpty("by-seconds", "No loss is known yet.");
   if (losses.length && samples) drawChart("by-samples", curves((time) => samplesAt(samples, time)), "samples", colour);
-  else if (losses.length) setEmpty("by-samples", "The samples of the run are in the broker's record, which is not here.");
+  else if (losses.length) setEmpty("by-samples", "No version is recorded yet, or the broker's record is not here.");
+  else setEmpty("by-samples", "No loss is known yet.");
   element("charts").hidden = element("key").hidden = run.pipelines.length > 0 && !losses.length;  // a pipeline alone
   if (run.events.length) drawTimeline(unit, unitName, end, colour);
+  else setEmpty("timeline", "Nothing has happened yet.");
   if (run.pipelines.length) drawPipeline(run.pipelines[Math.max(0, element("pipeline").selectedIndex)], colour);
 }
 
+/** Show a text in place of a chart, also of one that was drawn of another run. */
 function setEmpty(id, text) {
-  const empty = element(id).querySelector(".empty");
-  if (empty) setText(empty, text);
+  if (!element(id).querySelector(".empty")) {
+    Plotly.purge(id);
+    element(id).replaceChildren(make("p", "empty"));
+  }
+  setText(element(id).querySelector(".empty"), text);
 }
 
 function curveOf(line, x, colour) {
