@@ -317,10 +317,11 @@ function curveOf(line, x, colour) {
 
 const CONFIG = { displaylogo: false, responsive: true, scrollZoom: false, displayModeBar: "hover", modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
 
-/** Return the range of an axis: from 0, unless all that is drawn lies far behind it. */
+/** Return the range of an axis: from 0, unless all that is drawn lies far behind it and is of different times. */
 function spanOf(first, last) {
-  const begin = first > 0.2 * last ? first : 0;
-  return [begin - 0.01 * (last - begin), last + 0.01 * Math.max(last - begin, 1e-9)];
+  const begin = first > 0.2 * last && last - first > 0.001 * last ? first : 0;
+  const width = last - begin;
+  return width > 0 ? [begin - 0.01 * width, last + 0.01 * width] : [begin - 0.01, begin + 1];
 }
 
 function layoutOf(colour, title, span) {
