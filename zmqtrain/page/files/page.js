@@ -24,7 +24,7 @@ const STATES = { live: "live", lost: "broker lost", reading: "reading", recorded
 const TASKS = { forward: "accent", backward: "good", update: "warning" };
 const run = { lines: new Map(), events: [], rows: [], pipelines: [], tick: -1, frame: null };
 const element = (id) => document.getElementById(id);
-let chosen = null, drawnAt = 0, drawing = 0;
+let chosen = null, drawnAt = -Infinity, drawing = 0;
 
 // ---------------------------------------------------------------- what comes
 
