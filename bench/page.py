@@ -5,8 +5,8 @@
     python bench/page.py cost                 # as root: the star of 4 nodes, with the page and five tabs, and without
 
 Rule 1: records are made here, in the form of real ones: a step each --step-seconds, a delta each 8 steps, an
-evaluation each 30 s. The page is opened twice: as soon as its process answers, and when it has
-read all.
+evaluation each 30 s, and reports of the broker as often as in a real one. The page is opened twice: as soon as its
+process answers, and when it has read all.
 Rule 2: `first_paint_ms` is the browser's own first-contentful-paint, `charts_ms` the time from the navigation until
 both charts have lines.  Rule 3: a tab of `cost` is a reader of the page's stream: a browser draws on the PC of
 its user, and here it would take the cores that stand in for five machines.  Runs with and without are in pairs, in
@@ -28,6 +28,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from zmqtrain.monitor.recorder import STATUS_SHARE
 
 import efficiency
 from report import print_table, write_json
@@ -75,7 +77,7 @@ def _broker_records(names: list[str], steps: int, step_seconds: float) -> Iterat
     for name in names:
         joined = {"kind": "membership", "seconds": 1.0, "node": name, "what": "joined", "peer": f"{name}#a"}
         yield {**joined, "text": "at version 0"}
-    scored, samples = 0.0, len(names) * EVERY * BATCH
+    scored, reported, samples = 0.0, 0.0, len(names) * EVERY * BATCH
     for version in range(1, steps // EVERY + 1):
         at = version * EVERY * step_seconds + 0.5
         facts = {"sequence": version - 1, "fragment": 0, "base_version": version - 1, "samples": EVERY * BATCH}
@@ -83,9 +85,23 @@ def _broker_records(names: list[str], steps: int, step_seconds: float) -> Iterat
         deltas = [{"node": name, "peer": f"{name}#a", **facts, **judged} for name in names]
         release = {"kind": "release", "seconds": at, "version": version, "live": len(names), "nodes": len(names)}
         yield {**release, "samples": samples, "fragments": [0], "contributions": deltas}
+        if at - reported >= max(1.0, STATUS_SHARE * at):
+            reported = at
+            yield _status(names, at, version, samples)
         if at - scored >= EVALUATE_SECONDS:
             scored, loss = at, _loss(version * EVERY)
             yield {"kind": "evaluation", "seconds": at, "version": version, "samples": version * samples, "loss": loss}
+
+
+def _status(names: list[str], at: float, version: int, samples: int) -> dict[str, Any]:
+    step = version * EVERY
+    figures = {"step": step, "samples": step * BATCH, "contributions": version, "refused": 0, "loss": _loss(step)}
+    rates = {"samples_per_second": 16.0, "bytes_sent": 1e5 * version, "bytes_received": 1e5 * version, "age_steps": 4.0}
+    members = [{"peer": f"{name}#a", "name": name, "state": "live", **figures, **rates} for name in names]
+    hub = {"bytes_in": 6.4e6 * version, "bytes_out": 6.4e6 * version, "cpu_seconds": 0.1 * version, "memory_bytes": 1e9}
+    counts = {"samples": version * samples, "contributions": version * len(names), "units_done": 0, "units_total": 0}
+    facts = {"version": version, "members": members, "evaluator": "", "scores": {}, "score_version": -1, "hub": hub}
+    return {"kind": "status", "seconds": at, "run_seconds": at, **counts, **facts}
 
 
 @contextlib.contextmanager

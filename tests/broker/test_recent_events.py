@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zmqtrain.broker.core import MOST_RECENT, RECENT_SECONDS, RecentEvents
+from zmqtrain.protocol.messages import MAX_WORDS
 
 
 def test_an_event_is_in_the_rosters_of_some_seconds_with_a_number_that_grows():
@@ -25,3 +26,11 @@ def test_a_peer_cannot_fill_the_rosters():
     for number in range(1000):
         recent.add(1.0, "again", f"a{number}", "")
     assert len(recent.rows(1.0)) == MOST_RECENT
+
+
+def test_a_text_that_is_cut_says_so():
+    recent = RecentEvents()
+    recent.add(1.0, "plan", "", "k = 2, " + "x" * 1000)
+    (event,) = recent.rows(1.0)
+    text = str(event["text"])
+    assert text.startswith("k = 2, x") and text.endswith("x…") and len(text) == MAX_WORDS

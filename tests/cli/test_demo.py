@@ -6,6 +6,8 @@ import io
 import math
 from collections.abc import Callable
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -136,9 +138,9 @@ def test_the_plot_and_the_table_show_all_runs_and_say_what_is_emulated(tmp_path:
 
 
 @pytest.mark.nightly
-def test_the_ideal_has_the_batch_of_all_nodes_and_a_step_of_it_takes_the_pace() -> None:
+def test_the_ideal_has_the_batch_of_all_nodes_and_a_step_of_it_takes_the_pace(tmp_path: Path) -> None:
     config = demo.DemoConfig(nodes=3, seconds=32.0, pace_seconds=3.2)
-    curve = demo._compute_ideal(config)
+    curve = demo._compute_ideal(config, tmp_path / "ideal.jsonl")
     batches, rest = divmod(curve.samples, 3 * demo.BATCH * 64)
     assert curve.steps in (9, 10) and curve.steps - 3 <= batches <= curve.steps and rest == 0
     assert len(curve.points) == demo.SCORES and curve.points[-1].seconds == 32.0
@@ -148,3 +150,21 @@ def test_without_matplotlib_the_demo_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[plot\]'"):
         demo._load_matplotlib()
+
+
+def test_the_first_line_says_where_the_page_is_and_the_page_ends_with_the_demo(tmp_path: Path) -> None:
+    with demo.page_of(tmp_path) as said:
+        assert said.startswith("the page is at http://127.0.0.1:") and "--no-page" in said
+        address = said.split()[4]
+        with urlopen(address) as answer:
+            assert b"page.js" in answer.read()
+    with pytest.raises(URLError):
+        urlopen(address)
+
+
+def test_without_the_packages_of_the_page_the_demo_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "what_is_missing", lambda: "the page needs uvicorn")
+    with demo.page_of(tmp_path) as said:
+        assert said == "no page: the page needs uvicorn"

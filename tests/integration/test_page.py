@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import open_browser
 from runs import BrokerProcess
-from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -27,7 +26,6 @@ from selenium.webdriver.support.ui import WebDriverWait
 from zmqtrain.core.settings import RunSettings
 
 HERE = Path(__file__).parent
-CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 NAMES = ("pc1", "<b>pc2</b>")
 SETTINGS = RunSettings(every=2, delay=1, codec="int8", release="quorum", evaluate_seconds=1.0)
 WAIT_SECONDS, GREY_SECONDS = 30.0, 5.0
@@ -44,7 +42,7 @@ class Page:
         self.process = self._start(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().split()[-1]
-        self.driver = self._open_browser()
+        self.driver = open_browser(stack)
 
     def _start(self, command: list[str], **options: Any) -> subprocess.Popen[Any]:
         process = subprocess.Popen([sys.executable, *command], **options)
@@ -57,17 +55,6 @@ class Page:
 
         self._stack.callback(end)
         return process
-
-    def _open_browser(self) -> webdriver.Chrome:
-        options = webdriver.ChromeOptions()
-        options.binary_location = CHROMIUM
-        for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run",
-                         "disable-background-networking", "disable-component-update", "disable-sync"):  # fmt: skip
-            options.add_argument(f"--{argument}")
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-        self._stack.callback(driver.quit)
-        return driver
 
     # ------------------------------------------------------------------ what is seen
 
@@ -133,7 +120,6 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    assert os.path.exists(CHROMIUM) and os.path.exists(DRIVER), "install chromium and chromium-driver"
     with contextlib.ExitStack() as stack:
         yield Page(tmp_path_factory.mktemp("page"), stack)
 

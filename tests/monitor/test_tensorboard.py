@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.monitor import tensorboard
-from zmqtrain.monitor.tensorboard import ScalarThread, ScalarWriter
+from zmqtrain.monitor.tensorboard import RunScalars, ScalarThread, ScalarWriter, folder_name
 from zmqtrain.protocol.messages import Roster, fields_of
 
 
@@ -91,3 +91,34 @@ def test_without_its_library_or_a_folder_it_says_what_to_do(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"\[tensorboard\]"):
         ScalarWriter(tmp_path)
+    with pytest.raises(ConfigError, match=r"\[tensorboard\]"):
+        RunScalars(tmp_path)
+
+
+def test_each_run_that_a_page_shows_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    scalars_of_runs = RunScalars(tmp_path)
+    for run, step in (("run-1", 8), ("run-1", 16), ("run-2", 8)):
+        scalars_of_runs.write(run, fields_of(roster(step // 8, step)), 1000.0)
+    scalars_of_runs.close()
+    scalars_of_runs.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-1", "run-2"]
+    assert scalars(tmp_path / "run-1")["nodes/pc1/loss"] == [(8, 2.5), (16, 2.5)]
+    assert scalars(tmp_path / "run-2")["nodes/pc1/loss"] == [(8, 2.5)]
+
+
+@pytest.mark.parametrize("run", ["", ".", "..", "../../up", "/etc", "a/../b", "\x1b[31m", "x" * 100_000, "\0"])
+def test_no_name_of_a_run_leads_out_of_the_folder(run: str, tmp_path: Path) -> None:
+    folder = tmp_path / folder_name(run)
+    assert folder.parent == tmp_path and folder.name not in ("", ".", "..") and len(folder.name) < 256
+    folder.mkdir()
+
+
+def test_scalars_that_cannot_be_written_end_and_the_page_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = RunScalars(tmp_path / "scalars")
+    (tmp_path / "scalars" / "run-1").touch()
+    for step in (8, 16):
+        runs.write("run-1", fields_of(roster(1, step)))
+    runs.close()
+    assert len([one for one in caplog.records if "end here" in one.getMessage()]) == 1

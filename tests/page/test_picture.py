@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from zmqtrain.page.picture import ALL_POINTS, MOST_EVENTS, MOST_ROWS, Picture, Row, Tile
+from zmqtrain.page.picture import ALL_POINTS, MOST_EVENTS, MOST_ROUTINE, MOST_ROWS, ROUTINE, Picture, Row, Tile
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202egnp\u2066" + "x" * 1_000_000
 
@@ -77,3 +77,29 @@ def test_many_lines_share_the_points() -> None:
             curve.line.add(float(second), 1.0)
     points = sum(len(line["times"]) for line in json.loads(picture.whole())["lines"].values())
     assert points <= ALL_POINTS + 64 * 2
+
+
+def test_events_of_each_second_push_no_others_out_and_are_thinned_but_at_their_ends() -> None:
+    picture = Picture()
+    picture.add_event(0.0, "joined", "pc1", "at version 0")
+    for second in range(1, 5001):
+        picture.add_event(float(second), ROUTINE[second % 2], "", f"version {second}")
+    picture.add_event(5001.0, "lost", "pc1", "its connection is gone")
+    events = json.loads(picture.whole())["events"]
+    assert (events[0]["what"], events[-1]["what"]) == ("joined", "lost")
+    assert (events[1]["seconds"], events[-2]["seconds"]) == (1.0, 5000.0)
+    assert len(events) <= MOST_ROUTINE + 2
+    assert [event["number"] for event in events] == sorted(event["number"] for event in events)
+
+
+def test_a_curve_that_is_removed_is_gone_for_all_browsers() -> None:
+    picture = Picture()
+    curve = picture.curve("node", "0", "pc1", -1)
+    assert curve is not None
+    curve.line.add(1.0, 2.0)
+    assert "node 0 -1" in json.loads(picture.take_change())["lines"]
+    picture.remove_curve("node", "0", -1)
+    picture.remove_curve("node", "0", 7)
+    change = json.loads(picture.take_change())
+    assert change["whole"] and change["lines"] == {}
+    assert "whole" not in json.loads(picture.take_change())

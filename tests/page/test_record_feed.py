@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from zmqtrain.core.settings import RunSettings
+from zmqtrain.monitor.tensorboard import RunScalars
 from zmqtrain.page.picture import Picture
 from zmqtrain.page.record_feed import COLUMNS, RecordFeed
 from zmqtrain.page.sources import FolderSource
@@ -94,6 +97,73 @@ def test_records_of_other_shapes_are_counted_and_left_out() -> None:
     assert feed.odd == 5
     assert "5 lines" in picture.heading.note
     assert json.loads(picture.whole())["rows"][0]["name"] == "pc1"
+
+
+def status(seconds: float, step: int, loss: float | None, **hub: Any) -> dict[str, Any]:
+    """A report of the broker as its record holds it: two nodes, of which "pc2" writes no record."""
+    rates = {"bytes_sent": 1000 * step, "bytes_received": 500 * step, "link_rate": 4000.0}
+    figures = {"step": step, "samples": 16 * step, "loss": loss, "age_steps": 5.0, "refused": 2, **rates}
+    members = [{"peer": f"{name}#a", "name": name, "state": "live", **figures} for name in ("pc1", "pc2")]
+    counts = {"samples": 64 * step, "contributions": step, "units_done": 0, "units_total": 0}
+    facts = {"version": step, "members": members, "evaluator": "", **counts, "scores": {}, "score_version": -1}
+    figures = {"bytes_in": 3000 * step, "memory_bytes": 5e7, "cpu_seconds": 0.1 * step, "noise": None, **hub}
+    return record("status", seconds, run_seconds=seconds, every=4, delay=2, hub=figures, **facts)
+
+
+REPORTS = [
+    status(2.0, 1, 3.0, saved_version=-1),
+    status(3.0, 2, None, saved_version=2, gain_next=0.11, gain_last=0.3, rho=0.5),
+    status(4.0, 3, 2.0, saved_version=2, standby="tcp://hub2:5555", other_figure=None),
+]
+
+
+def test_the_reports_of_the_broker_say_what_its_other_records_do_not() -> None:
+    picture, feed = shown([*BROKER[:2], *REPORTS], NODE)
+    assert feed.odd == 0
+    sent = json.loads(picture.whole())
+    hub = dict(sent["hub"])
+    assert (hub["port in"], hub["memory"], hub["processor"]) == ("24.0 kb/s", "50.0 MB", "10 % of a core")
+    assert (hub["checkpoint"], hub["standby"]) == ("version 2", "tcp://hub2:5555")
+    assert [one["what"] for one in sent["events"]] == ["broker began", "joined", "checkpoint", "standby"]
+    titles = [name for name, _ in COLUMNS]
+    own, reported = (dict(zip(titles, row["cells"], strict=True)) for row in sent["rows"])
+    assert own["up"] == reported["up"] == "8.0 kb/s · 25 %"
+    assert (own["samples"], own["age"], own["refused"]) == ("48", "3.0", "0")
+    assert (reported["samples"], reported["last record"], reported["age"]) == ("48", "0:04", "5.0")
+    assert (reported["steps/s"], reported["refused"]) == ("1.0", "2")
+
+
+def test_a_node_without_a_record_of_its_own_has_the_line_of_the_reports() -> None:
+    sent = json.loads(shown([*BROKER[:2], *REPORTS])[0].whole())
+    assert sent["lines"]["node 0 -1"]["values"] == sent["lines"]["node 1 -1"]["values"] == [3.0, 2.0]
+    for files in (([*BROKER[:2], *REPORTS], NODE), ([*BROKER[:2], *REPORTS[:1]], NODE, REPORTS[1:])):
+        lines = json.loads(shown(*files)[0].whole())["lines"]
+        assert "node 0 -1" not in lines and lines["node 0 1"]["values"] == [3.0, 2.0]
+        assert lines["node 1 -1"]["values"] == [3.0, 2.0]
+
+
+def test_what_another_pc_would_add_is_said_of_records_too() -> None:
+    picture, _ = shown([*BROKER[:2], *REPORTS[:2]])
+    assert "third PC would add about 11 %" in picture.sentences[-1]
+
+
+def test_a_report_of_another_shape_is_counted_and_left_out() -> None:
+    odd = [{**REPORTS[0], "members": [{"name": ["x"]}]}, {**REPORTS[0], "hub": 3}, {**REPORTS[0], "version": "two"}]
+    picture, feed = shown([*BROKER[:2], *odd, {"kind": "status", "seconds": 1.0}])
+    assert feed.odd == 4
+    assert picture.hub[0][0] == "broker"
+
+
+def test_the_reports_of_records_are_scalars_of_tensorboard(tmp_path: Path) -> None:
+    lines = [json.dumps(one) for one in [*BROKER[:2], *REPORTS]]
+    (tmp_path / "broker.jsonl").write_text("\n".join(lines) + "\n")
+    source = FolderSource(tmp_path, RunScalars(tmp_path / "scalars"))
+    _read(source)
+    source.close()
+    reader = EventAccumulator(str(tmp_path / "scalars" / "run-1")).Reload()
+    losses = reader.Scalars("nodes/pc2/loss")
+    assert [(one.step, one.value) for one in losses] == [(1, 3.0), (3, 2.0)]
+    assert losses[0].wall_time == 1002.0  # as the record says, not the time at which it is read
 
 
 def _read(source: FolderSource) -> dict[str, Any]:

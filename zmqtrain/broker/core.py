@@ -26,7 +26,7 @@ from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import ProtocolVersionError
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.initialization import sends_optimizer_state
-from zmqtrain.protocol.messages import Message, Quarantine, Refused, Report, Scalar, Schedule, printable
+from zmqtrain.protocol.messages import MAX_WORDS, Message, Quarantine, Refused, Report, Scalar, Schedule, printable
 from zmqtrain.protocol.standby import TAKES_OVER
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.environment import CodecExecutor, EffectQueue, clock
@@ -235,7 +235,8 @@ class RecentEvents:
 
     def add(self, seconds: float, what: str, node: str, text: str) -> None:
         """seconds: of the run."""
-        told = {"what": what, "node": printable(node), "text": printable(text)}
+        short = text if len(text) <= MAX_WORDS else f"{text[: MAX_WORDS - 1]}…"
+        told = {"what": what, "node": printable(node), "text": printable(short)}
         self._forget(seconds)
         if any(told.items() <= event.items() for _, event in self._events):
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from rich.table import Table
 from zmqtrain.cli.display import Display, Terminal, format_bytes, format_count, format_number, log_to_stderr, table_of
 from zmqtrain.cli.ending import first_interrupt
 from zmqtrain.cli.local import LOOK_SECONDS, Federation
+from zmqtrain.cli.page import what_is_missing
 from zmqtrain.cli.settings import LogOptions, command, make_folder
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import how_to_install
@@ -78,6 +80,8 @@ class DemoConfig(LogOptions):
     """Every step of every node takes at least so long."""
     data: str = ""
     """A text file to train on; empty: the source of Python's standard library."""
+    page: bool = True
+    """Show the two runs in a browser, at the address that the first line says; the page ends with the demo."""
 
     def __post_init__(self) -> None:
         require("nodes", self.nodes, 2)
@@ -204,17 +208,21 @@ def _run(config: DemoConfig) -> int:
     shared = replace(shared, start_nodes=config.nodes)
     alone = replace(ALONE, program_arguments=_arguments("alone", config), evaluate_seconds=pause)
     paced, together_label = pace_sentence(config.pace_seconds), f"{config.nodes} nodes together"
-    print(f"{together_label}, then one alone, {config.seconds:.0f} s each; {paced}")
     curves = []
-    with tempfile.TemporaryDirectory(prefix="zmqtrain-demo-") as records:
+    with tempfile.TemporaryDirectory(prefix="zmqtrain-demo-") as place, contextlib.ExitStack() as stack:
+        records, ideal_record = Path(place) / "records", Path(place) / "ideal.jsonl"
+        records.mkdir()
+        if config.page:
+            print(stack.enter_context(page_of(records)), flush=True)
+        print(f"{together_label}, then one alone, {config.seconds:.0f} s each; {paced}", flush=True)
         for label, settings, nodes in ((together_label, shared, config.nodes), ("one node alone", alone, 1)):
-            curve = _train(label, settings, nodes, config, Path(records) / label)
+            curve = _train(label, settings, nodes, config, records)
             if curve is None:
                 return 0
             curves.append(curve)
         print(f"now the ideal: {ideal_sentence(config.nodes)}")
-        curves.append(_compute_ideal(config, Path(records) / "ideal.jsonl"))
-        _write_report(config, Path(records), [*(curve.label for curve in curves[:2]), "ideal.jsonl"])
+        curves.append(_compute_ideal(config, ideal_record))
+        _write_report(config, [records, ideal_record], [curve.label for curve in curves])
     together, single, ideal = curves
     Terminal().print(summary_table(together, single, ideal))
     print(f"({paced})")
@@ -233,14 +241,43 @@ def _run(config: DemoConfig) -> int:
     return 0
 
 
-def _write_report(config: DemoConfig, records: Path, places: Sequence[str]) -> None:
+@contextlib.contextmanager
+def page_of(records: Path) -> Iterator[str]:
+    """Have the page of a folder of records in a process of its own; give the line that says where it is, or why not."""
+    if missing := what_is_missing():
+        yield f"no page: {missing}"
+        return
+    command = [sys.executable, "-m", "zmqtrain.cli", "page", str(records), "--follow-stdin"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C in the terminal is for the demo, which ends the page
+    )
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        said = process.stdout.readline().strip()
+        try:
+            yield f"{said} (it ends with the demo; --no-page: without)" if said else "no page: it did not start"
+        finally:
+            process.stdin.close()
+
+
+def _write_report(config: DemoConfig, places: Sequence[Path], labels: Sequence[str]) -> None:
+    """Write the report of the runs that these records hold, with these names."""
     notes = (
         f"Pace: {pace_sentence(config.pace_seconds)}.",
         f"The ideal: {ideal_sentence(config.nodes)}.",
         "One node alone, and the ideal, train as they would without a broker: the bytes of their runs go to a broker "
         "on this PC, and need not be sent.",
     )
-    write_report(load_all([records / place for place in places]), config.output / REPORT, "The demo of zmqtrain", notes)
+    runs = load_all(places)
+    for run, label in zip(runs, labels, strict=True):
+        run.label = label
+    write_report(runs, config.output / REPORT, "The demo of zmqtrain", notes)
 
 
 def _arguments(run: str, config: DemoConfig) -> str:
@@ -276,7 +313,7 @@ def _compute_ideal(config: DemoConfig, record: Path) -> Curve:
 def _train(label: str, settings: RunSettings, nodes: int, config: DemoConfig, record: Path) -> Curve | None:
     """One run of `config.seconds`, counted from when the first node trains; None if it was interrupted.
 
-    record: the folder for its records.
+    record: the folder for its records; those of an earlier run in it get other names.
     """
     recorder = Recorder(label, nodes, config.pace_seconds)
     federation = Federation(settings, nodes, pace_seconds=config.pace_seconds, record=record, watch=recorder)

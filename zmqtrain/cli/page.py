@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import logging
+import os
 import secrets
 import shlex
+import threading
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,13 @@ import tyro
 
 from zmqtrain.cli.display import log_to_stderr, say
 from zmqtrain.cli.ending import first_interrupt
-from zmqtrain.cli.settings import HubOptions, LogOptions, check_host, command
+from zmqtrain.cli.settings import Folder, HubOptions, LogOptions, check_host, command
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.installed import how_to_install
 from zmqtrain.transport.address import local_address, parse_addresses
 
 if TYPE_CHECKING:
+    from zmqtrain.page.server import PageServer
     from zmqtrain.page.sources import Source
 
 PROGRAM = "zmqtrain page"
@@ -43,6 +46,10 @@ class PageConfig(HubOptions, LogOptions):
     bind: str = ""
     """HOST:PORT where the page is served; empty: 127.0.0.1:5560, for this PC alone, or the next port that is free. At
     another address the page asks for a token, which is printed once."""
+    tensorboard: Folder = None
+    """Write scalars of the run and of all nodes for TensorBoard, in a folder of the run's name in this folder."""
+    follow_stdin: bool = False
+    """End when standard input is closed, as when a program that has started the page ends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,17 +68,19 @@ class PageConfig(HubOptions, LogOptions):
 
 
 def _open_source(config: PageConfig) -> Source:
+    from zmqtrain.monitor.tensorboard import RunScalars
     from zmqtrain.page.sources import FolderSource, HubSource
 
+    scalars = None if config.tensorboard is None else RunScalars(config.tensorboard)
     if "://" in config.run:
         check_host(config.run)
-        return HubSource(config.run, config.server_key, config.keys, config.wait_seconds)
+        return HubSource(config.run, config.server_key, config.keys, config.wait_seconds, scalars)
     if not Path(config.run).exists():
         raise ConfigError(
             f"there is no folder {config.run}: name one with records (--record of the broker and the nodes), or the "
             "address of a broker, as tcp://192.168.1.10:5555"
         )
-    return FolderSource(Path(config.run))
+    return FolderSource(Path(config.run), scalars)
 
 
 def is_local(host: str) -> bool:
@@ -89,9 +98,21 @@ def address_of(host: str, port: int, token: str) -> str:
     return f"http://{named}:{port}/" + (f"?token={token}" if token else "")
 
 
+def what_is_missing() -> str:
+    """Return which packages the page needs and what to type; "" if all are here."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    return f"the page needs {', '.join(missing)}; to install that: {how_to_install('page')}" if missing else ""
+
+
+def _end_with_stdin(server: PageServer) -> None:
+    while os.read(0, 4096):  # not sys.stdin, whose lock would abort the interpreter's end
+        pass
+    server.stop()
+
+
 def _run(config: PageConfig) -> int:
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"the page needs {', '.join(missing)}; to install that: {how_to_install('page')}")
+    if missing := what_is_missing():
+        raise ConfigError(missing)
     from zmqtrain.page.server import PageServer, open_socket
 
     log_to_stderr(config.verbose)
@@ -108,6 +129,8 @@ def _run(config: PageConfig) -> int:
         ) from error
     with closing(listening), closing(_open_source(config)) as source:
         server = PageServer(source.picture, listening, token)
+        if config.follow_stdin:
+            threading.Thread(target=_end_with_stdin, args=(server,), name="zmqtrain-stdin", daemon=True).start()
         with first_interrupt(server.stop):
             source.start()
             address = address_of(host, listening.getsockname()[1], token)

@@ -1,6 +1,7 @@
-"""Scalars of a run for TensorBoard, written from the broker's reports by a thread of their own.
+"""Scalars of a run for TensorBoard, written from the broker's reports.
 
-Rule 1: nobody who trains or serves waits: the thread looks at the newest report once a second; others are skipped.
+Rule 1: nobody who trains or serves waits: at a broker and at a node a thread of its own looks at the newest report once
+a second, and others are skipped.  The page, which does neither, writes each report when it is read.
 Rule 2: the step of a node's scalars is its own number of steps, that of the run's scalars the version.
 Rule 3: a disk that takes no more costs the rest of the scalars and a line in the log, never the run.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -59,29 +61,39 @@ class ReportSource(Protocol):
         """The newest report, None while there is none."""
 
 
+def _check(folder: Path) -> Any:
+    """Make the folder if it is not there; return tensorboardX's writer. Raises ConfigError if one of them cannot be."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            f"--tensorboard needs tensorboardX, which is not installed. Type:  {how_to_install('tensorboard')}"
+        ) from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write in {folder} (--tensorboard): {error.strerror}") from error
+    return SummaryWriter
+
+
 class ScalarWriter:
     """Writes reports as scalars into a folder that TensorBoard reads.
 
     folder: made if it is not there.  node: the scalars of this node and the evaluations alone are written; "": all.
+    began: the time of day at which the run's seconds begin; None: as the first report says, which is of now.
     Raises ConfigError where tensorboardX is not installed, or nothing can be written in the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, began: float | None = None) -> None:
+        writer = _check(folder)
         try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"--tensorboard needs tensorboardX, which is not installed. Type:  {how_to_install('tensorboard')}"
-            ) from error
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer: Any = SummaryWriter(str(folder), flush_secs=5)
+            self._writer: Any = writer(str(folder), flush_secs=5)
         except OSError as error:
             raise ConfigError(f"cannot write in {folder} (--tensorboard): {error.strerror}") from error
         self.folder, self.node = folder, ""
         self._steps: dict[str, int] = {}  # by node, the step that was written last
         self._version = self._score_version = -1
-        self._began: float | None = None
+        self._began = began
 
     def write(self, report: Report) -> None:
         """Write what is new in a report; a report that was written before adds nothing."""
@@ -132,7 +144,7 @@ class ScalarThread:
             self._look()
             self._writer.close()
         except Exception as error:  # a writer that fails must not end a run
-            logger.error("the scalars in %s (--tensorboard) end here: %s", self._writer.folder, error)
+            _say_ended(self._writer.folder, error)
 
     def _look(self) -> None:
         roster = self._source.roster
@@ -144,3 +156,55 @@ class ScalarThread:
         """End; safe to call twice."""
         self._ended.set()
         self._thread.join(5.0)
+
+
+class RunScalars:
+    """The scalars of whichever runs a page shows: those of each run in a folder of its own, named by the run's id.
+
+    Raises ConfigError as ScalarWriter does, before there is a run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._run = ""
+        self._writer: ScalarWriter | None = None
+        self._ended = False
+        _check(folder)
+
+    def write(self, run: str, report: Report, began: float = math.nan) -> None:
+        """Write what is new in a report of a run. began: the time of day at which its seconds begin, if that is known.
+
+        Where that fails, the scalars end.
+        """
+        if self._ended:
+            return
+        try:
+            if self._writer is None or run != self._run:
+                self._close()
+                self._run = run
+                self._writer = ScalarWriter(self.folder / folder_name(run), began if math.isfinite(began) else None)
+            self._writer.write(report)
+        except Exception as error:  # a page without scalars is still a page
+            self._ended = True
+            _say_ended(self.folder, error)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def close(self) -> None:
+        """Write what is held, and close the file; safe to call twice."""
+        try:
+            self._close()
+        except Exception as error:
+            _say_ended(self.folder, error)
+
+
+def folder_name(run: str) -> str:
+    """Return the name of a folder inside another one, whatever a run calls itself."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", printable(run, MAX_NAME)).lstrip(".") or "run"
+
+
+def _say_ended(folder: Path, error: Exception) -> None:
+    logger.error("the scalars in %s (--tensorboard) end here: %s", folder, error)

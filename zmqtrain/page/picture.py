@@ -19,6 +19,9 @@ from zmqtrain.page.lines import MOST_POINTS, Line
 from zmqtrain.protocol.messages import MAX_NAME, MAX_SENTENCE, printable
 
 MOST_EVENTS, MOST_ROWS, MOST_LINES = 2000, 256, 1024
+ROUTINE, MOST_ROUTINE = ("released", "checkpoint"), 500
+"""Events of which there is one a second: above so many, every second one is left out, never the first or the newest.
+They push no other event out."""
 ALL_POINTS = 8192
 """All nodes' lines together have about so many points: a browser draws them each second."""
 FEWEST_POINTS = 64
@@ -113,8 +116,11 @@ class Picture:
         self.tick = 0
         self._curves: dict[str, Curve] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self._routine: list[dict[str, Any]] = []
         self._count = self._told = 0
         self._cleared = False
+        self._pipelines: Sequence[Mapping[str, Any]] = ()
+        self._pipelines_told = True
 
     # ------------------------------------------------------------------ changes
 
@@ -122,7 +128,9 @@ class Picture:
         """Begin again with another run."""
         self._curves.clear()
         self._events.clear()
+        self._routine.clear()
         self.rows.clear()
+        self._pipelines = ()
         self._cleared = True
 
     def curve(self, kind: LineKind, key: str, name: str, number: int = 0) -> Curve | None:
@@ -132,6 +140,11 @@ class Picture:
             curve = self._curves[identity] = Curve(kind, key, name, Line(MOST_POINTS))
             self._share_points()
         return curve
+
+    def remove_curve(self, kind: LineKind, key: str, number: int = 0) -> None:
+        """Remove a curve, if there is one: all browsers are given the whole again."""
+        if self._curves.pop(f"{kind} {key} {number}", None) is not None:
+            self._cleared = True
 
     def _share_points(self) -> None:
         of_nodes = [curve.line for curve in self._curves.values() if curve.kind == "node"]
@@ -144,10 +157,24 @@ class Picture:
     def add_event(self, seconds: float, what: str, node: str, text: str, key: str = "") -> None:
         """key: of the node's row, for its colour."""
         self._count += 1
-        self._events.append({
+        event = {
             "number": self._count, "seconds": round(seconds, 2), "what": printable(what, MAX_NAME),
             "node": printable(node, MAX_NAME), "key": key, "text": printable(text, MAX_SENTENCE),
-        })  # fmt: skip
+        }  # fmt: skip
+        if what not in ROUTINE:
+            self._events.append(event)
+            return
+        self._routine.append(event)
+        if len(self._routine) > MOST_ROUTINE:
+            del self._routine[1::2]  # an odd number: the newest one stays
+
+    def _events_after(self, number: int) -> list[dict[str, Any]]:
+        found = [event for event in (*self._events, *self._routine) if event["number"] > number]
+        return sorted(found, key=lambda event: int(event["number"]))
+
+    def set_pipelines(self, charts: Sequence[Mapping[str, Any]]) -> None:
+        """Show these charts of pipelines (see `gantt`); they are sent when they change."""
+        self._pipelines, self._pipelines_told = charts, False
 
     def make_room(self) -> None:
         """Leave out rows of nodes that are gone, those that went first, where there are too many."""
@@ -162,7 +189,7 @@ class Picture:
         with self.lock:
             self.tick += 1
             changes = {identity: curve.line.take_change() for identity, curve in self._curves.items()}
-            new = [event for event in self._events if event["number"] > self._told]
+            new = self._events_after(self._told)
             self._told = self._count
             if self._cleared:
                 self._cleared = False
@@ -174,7 +201,9 @@ class Picture:
                 if change is not None:
                     first, (times, values) = change
                     lines[identity] = {**curve.facts(), "first": first, "times": times, "values": values}
-            return _to_json({**self._now(), "lines": lines, "events": new})
+            pipelines = {} if self._pipelines_told else {"pipelines": self._pipelines}
+            self._pipelines_told = True
+            return _to_json({**self._now(), "lines": lines, "events": new, **pipelines})
 
     def whole(self) -> bytes:
         """Return all that there is, for a browser that has nothing."""
@@ -183,7 +212,8 @@ class Picture:
             for identity, curve in self._curves.items():
                 times, values = curve.line.points()
                 lines[identity] = {**curve.facts(), "first": 0, "times": times, "values": values}
-            return _to_json({**self._now(), "lines": lines, "events": list(self._events), "whole": True})
+            whole = {**self._now(), "lines": lines, "events": self._events_after(0), "pipelines": self._pipelines}
+            return _to_json({**whole, "whole": True})
 
     def _now(self) -> dict[str, Any]:
         heading = {name: printable(text, MAX_SENTENCE) for name, text in vars(self.heading).items()}

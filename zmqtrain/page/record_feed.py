@@ -3,32 +3,50 @@
 Rule 1: each file is one life of one process, with a clock of its own. It is set by the time of day at which the file
 was begun, and moved so that no version is applied at a node before the broker has released it.
 Rule 2: a record with values of another kind is counted and left out.
+Rule 3: what a node's own record says goes before what the broker's reports say of it; of a node without a record of its
+own, the reports give the figures and the line.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan, nan
 from typing import Any
 
 from zmqtrain.cli.display import NOTHING, format_count, format_number, format_scores, format_seconds, plural
 from zmqtrain.monitor.records import Record
+from zmqtrain.monitor.tensorboard import RunScalars
+from zmqtrain.page.gantt import PipelineTasks
 from zmqtrain.page.picture import Curve, Picture, Row, Tile
-from zmqtrain.page.roster_feed import percent, speed_tile
+from zmqtrain.page.roster_feed import (
+    HubTable,
+    Rate,
+    chips_of,
+    figure,
+    hub_events,
+    percent,
+    say_gain,
+    speed_tile,
+    traffic,
+)
 from zmqtrain.page.words import say_exchange, say_program, say_release
-from zmqtrain.protocol.messages import MAX_NAME, MAX_SENTENCE, printable
+from zmqtrain.protocol.messages import MAX_NAME, MAX_SENTENCE, Roster, message_of, printable
 
 RECENT = 64
 """Means are over so many of the newest steps or releases."""
 MOST_VERSIONS = 1 << 17
 """When so many versions were released is remembered, to set clocks by."""
+REPORTED = -1
+"""Number of a node's line from the broker's reports, where the lives of its own records have their own."""
 COLUMNS = (
     ("steps/s", f"over its newest {RECENT} steps"),
     ("samples", "that it has trained on"),
     ("loss", "of its newest step"),
     ("of samples", "its share of the samples in the shared parameters"),
+    ("up", "what it sent, in the last report of the broker, as a share of its port where the rate of that is known"),
+    ("down", "what it received, in the last report of the broker"),
     ("deltas", "of it in the shared parameters"),
     ("age", "steps from an offer to the aggregate that answers it, mean of the newest"),
     ("stale", "versions that its deltas were behind, mean of the newest"),
@@ -66,13 +84,21 @@ class _Node:
     last: float = 0.0
     life: _Life | None = None
     software: str = ""
+    sent: Rate = field(default_factory=Rate)
+    received: Rate = field(default_factory=Rate)
+    traffic: tuple[str, str] = (NOTHING, NOTHING)
+    reported: tuple[float, Curve | None] = (nan, None)  # when a report named it last, and its line from reports
+    chips: Sequence[str] = ()
 
 
 class RecordFeed:
-    """Takes the records of the newest run into a picture; files of earlier runs are left out."""
+    """Takes the records of the newest run into a picture; files of earlier runs are left out.
 
-    def __init__(self, picture: Picture) -> None:
-        self.picture, self.odd = picture, 0
+    scalars: are given each report that the records hold.
+    """
+
+    def __init__(self, picture: Picture, scalars: RunScalars | None = None) -> None:
+        self.picture, self.odd, self._scalars = picture, 0, scalars
         self._foreign: set[object] = set()  # files of other runs
         self._forget_run()
 
@@ -89,12 +115,17 @@ class RecordFeed:
         self._scores: dict[str, float] = {}
         self._end = 0.0
         self._ended = False
+        self._hub, self._hub_rows = HubTable(), list[tuple[str, str]]()
+        self._reported: Roster | None = None
+        self._gain = ""
+        self._tasks = PipelineTasks()
         self._kinds: dict[str, Callable[[_Life, float, Record], None]] = {
             "run": self._began, "node": self._joined, "membership": self._membership, "plan": self._planned,
             "founding": self._founded, "release": self._release, "evaluation": self._evaluated,
             "run_end": self._run_ended, "step": self._stepped, "offer": self._offered,
             "application": self._applied, "withdrawal": self._withdrawn, "node_end": self._node_ended,
-            "schedule": self._scheduled, "status": self._stands,
+            "schedule": self._scheduled, "status": self._stands, "task": self._task_done,
+            "pipeline_end": self._pipeline_ended,
         }  # fmt: skip
 
     def take(self, file: object, record: Record) -> None:
@@ -219,7 +250,65 @@ class RecordFeed:
         )
 
     def _stands(self, life: _Life, seconds: float, record: Record) -> None:
+        facts = {**record, "seconds": record.get("run_seconds", seconds)}
+        for name in ("members", "events"):
+            facts[name] = [_known(one) for one in record.get(name, ())]
+        for name in ("hub", "scores", "served"):
+            facts[name] = _known(record.get(name, {}))
+        roster, at = message_of(facts, Roster), seconds + self._shift(life)
         self.picture.report = record
+        if self._scalars is not None:
+            self._scalars.write(self._run, facts, life.began + seconds - float(facts["seconds"]))
+        for what, text in hub_events(self._reported.hub if self._reported is not None else {}, roster.hub):
+            self.picture.add_event(at, what, "", text)
+        self._reported, self._hub_rows, self._gain = roster, self._hub.take(roster, seconds), say_gain(roster)
+        for member in roster.members:
+            self._report_member(life, seconds, member)
+
+    def _task_done(self, life: _Life, seconds: float, record: Record) -> None:
+        self._tasks.take(record)
+        self._end = max(self._end, float(record["end"]) + self._shift(life))
+
+    def _pipeline_ended(self, life: _Life, seconds: float, record: Record) -> None:
+        number, computed = int(record["pipeline"]) + 1, percent(float(record["efficiency"]))
+        text = f"pipeline {number}: its PCs computed {computed} of the time"
+        self.picture.add_event(seconds + self._shift(life), "pipeline ended", "", text)
+
+    def _report_member(self, life: _Life, seconds: float, member: Mapping[str, Any]) -> None:
+        node = self._node(_text(member, "name"))
+        rate, at = figure(member, "link_rate"), seconds + self._shift(life)
+        sent = node.sent.take(seconds, figure(member, "bytes_sent"))
+        received = node.received.take(seconds, figure(member, "bytes_received"))
+        node.traffic, node.chips = (traffic(sent, rate), traffic(received, rate)), chips_of(member)
+        if node.row.state == "waiting" and member.get("state") == "live":
+            node.row.state = "live"
+        if node.life is not None:
+            return
+        curve = self.picture.curve("node", node.row.key, node.row.name, REPORTED)
+        node.reported = at, curve
+        step, samples, loss = (figure(member, name) for name in ("step", "samples", "loss"))
+        age, refused = figure(member, "age_steps"), figure(member, "refused")
+        if isfinite(step):
+            node.steps.append((seconds, int(step)))
+        node.samples = int(samples) if isfinite(samples) else node.samples
+        node.refused = int(refused) if isfinite(refused) else node.refused
+        if isfinite(age):
+            node.ages.append(int(age))
+        if isfinite(loss):
+            node.loss = loss
+        if curve is not None:
+            curve.shift = self._shift(life)
+            curve.line.add(seconds, loss)
+
+    def _begin_own(self, node: _Node, life: _Life) -> None:
+        """Take a node's own record, and leave out what reports have said of it."""
+        if node.life is None:
+            node.steps.clear()
+            node.ages.clear()
+            node.samples = node.refused = 0
+            self.picture.remove_curve("node", node.row.key, REPORTED)
+        node.life = life
+        life.curve = self.picture.curve("node", node.row.key, node.row.name, life.number)
 
     # ------------------------------------------------------------------ the nodes' records
 
@@ -234,10 +323,9 @@ class RecordFeed:
         self._begin(life, record)
         life.node = _text(record, "node")
         node = self._node(life.node)
-        node.life = life
+        self._begin_own(node, life)
         if node.row.state == "waiting":
             node.row.state = "live"
-        life.curve = self.picture.curve("node", node.row.key, node.row.name, life.number)
         if not self._settings:
             self._schedule.setdefault("program", record.get("program"))
         if installed := record.get("zmqtrain"):
@@ -246,8 +334,7 @@ class RecordFeed:
     def _stepped(self, life: _Life, seconds: float, record: Record) -> None:
         if life.curve is None:
             life.node = life.node or _text(record, "node")
-            node = self._node(life.node)
-            life.curve = self.picture.curve("node", node.row.key, node.row.name, life.number)
+            self._begin_own(self._node(life.node), life)
             if life.curve is None:
                 return
         node = self._nodes[life.node]
@@ -293,7 +380,8 @@ class RecordFeed:
         """
         picture, heading = self.picture, self.picture.heading
         heading.run = self._run
-        heading.title = say_program(self._settings or self._schedule)
+        alone = self._tasks.is_known and not (self._nodes or self._run)
+        heading.title = "pipelines" if alone else say_program(self._settings or self._schedule)
         state = "ended" if self._ended else "recorded"
         notes = [f"reading the records: {percent(reading)}"] if reading is not None else []
         heading.state = "reading" if reading is not None else state
@@ -307,7 +395,7 @@ class RecordFeed:
                 life.curve.shift = self._shift(life)
         picture.columns = COLUMNS
         self._fill_rows()
-        picture.tiles = self._tiles()
+        picture.tiles = self._tiles()[: 1 if alone else None]
         schedule = self._plan
         every, delay, codec = schedule.get("every"), schedule.get("delay"), printable(str(schedule.get("codec", "")))
         release = schedule.get("release")
@@ -317,7 +405,11 @@ class RecordFeed:
             picture.sentences = []
         if isinstance(release, str):
             picture.sentences = [*picture.sentences, say_release(release, self._live)]
+        if self._gain:
+            picture.sentences = [*picture.sentences, self._gain]
         picture.hub = self._hub_figures()
+        if self._tasks.changed:
+            picture.set_pipelines(self._tasks.charts())
 
     def _fill_rows(self) -> None:
         total = sum(node.landed_samples for node in self._nodes.values())
@@ -328,19 +420,22 @@ class RecordFeed:
             node.per_second = nan
             if len(times) > 1 and times[-1][0] > times[0][0]:
                 node.per_second = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
-            last = NOTHING if node.life is None else format_seconds(node.last + self._shift(node.life))
+            at = node.reported[0] if node.life is None else node.last + self._shift(node.life)
+            last = format_seconds(at) if isfinite(at) else NOTHING
             node.row.cells = [
                 format_number(node.per_second, 1),
                 format_count(node.samples or node.landed_samples),
                 format_number(node.loss),
                 percent(node.landed_samples / total) if total else NOTHING,
+                *node.traffic,
                 format_count(node.deltas),
                 _mean(node.ages),
                 _mean(node.staleness),
                 format_count(node.refused),
                 last,
             ]
-            node.row.chips = [f"has {node.software}"] if node.software not in ("", usual) else []
+            other = [f"has {node.software}"] if node.software not in ("", usual) else []
+            node.row.chips = node.chips or other
 
     def _tiles(self) -> list[Tile]:
         gone = sum(node.row.state == "lost" for node in self._nodes.values())
@@ -372,11 +467,15 @@ class RecordFeed:
 
     def _hub_figures(self) -> list[tuple[str, str]]:
         if not self._versions:
-            return [("broker", "no release is recorded: the broker's record (--record) is not here, or has none")]
+            return self._hub_rows or [
+                ("broker", "no release is recorded: the broker's record (--record) is not here, or has none")
+            ]
         seconds = self._versions[-1][0] - self._versions[0][0]
         each = sum(deltas for _, deltas, _ in self._versions) / len(self._versions)
         late = sum(late for _, _, late in self._versions) / len(self._versions)
+        told = {"versions", "outer optimizer"}
         figures = [
+            *(row for row in self._hub_rows if row[0] not in told),
             ("versions", format_count(self._version + 1)),
             ("deltas a version", f"{each:.1f}, of {plural(self._live, 'node')}"),
             ("behind", f"{late:.1f} versions in the mean"),
@@ -386,8 +485,13 @@ class RecordFeed:
             ),
         ]
         if seconds > 0:
-            figures.insert(1, ("versions a second", f"{(len(self._versions) - 1) / seconds:.2f}"))
+            figures.append(("versions a second", f"{(len(self._versions) - 1) / seconds:.2f}"))
         return figures
+
+
+def _known(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures that are known: JSON has null for the others."""
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _mean(values: deque[int] | deque[float]) -> str:

@@ -52,7 +52,8 @@ OF_NOW = ("steps/s", "samples/s", "up", "down", "heard")
 """Columns that a node that is gone has no figures for."""
 
 
-def _figure(facts: Mapping[str, Any], name: str) -> float:
+def figure(facts: Mapping[str, Any], name: str) -> float:
+    """Return a figure that a report has; NaN for one that it has not, or that is none."""
     value = facts.get(name, nan)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else nan
 
@@ -88,6 +89,47 @@ class Rate:
         return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
 
 
+class HubTable:
+    """The rows of the table of the hub, from its reports: what it does now is over WINDOW_SECONDS."""
+
+    def __init__(self) -> None:
+        names = ("bytes_in", "bytes_out", "cpu_seconds", "version", "contributions")
+        self._rates = {name: Rate() for name in names}
+
+    def take(self, roster: Roster, seconds: float) -> list[tuple[str, str]]:
+        """Take a report of this time and return the rows."""
+        hub, rates = roster.hub, self._rates
+        counts = {"version": float(roster.version), "contributions": float(roster.contributions)}
+        speed = {name: rate.take(seconds, counts.get(name, figure(hub, name))) for name, rate in rates.items()}
+        rate, saved = figure(hub, "port_rate"), figure(hub, "saved_version")
+        late = [figure(member, "staleness") for member in roster.members]
+        late = [one for one in late if isfinite(one)]
+        rounds = NOTHING
+        if speed["version"] > 0:
+            each = speed["contributions"] / speed["version"]
+            behind = f", {sum(late) / len(late):.1f} versions behind in the mean" if late else ""
+            rounds = f"{speed['version']:.1f} a second, {plural(round(each, 1), 'delta')} each{behind}"
+        figures = [
+            ("port in", traffic(speed["bytes_in"], rate)),
+            ("port out", traffic(speed["bytes_out"], rate)),
+            ("processor", f"{percent(speed['cpu_seconds'])} of a core" if isfinite(speed["cpu_seconds"]) else NOTHING),
+            ("memory", format_bytes(figure(hub, "memory_bytes"))),
+            ("versions", rounds),
+            ("deltas refused", format_count(figure(hub, "refused"))),
+            ("checkpoint", f"version {saved:.0f}" if saved >= 0 else "none"),
+            ("standby", _text(hub, "standby") or "none"),
+        ]
+        if plan := _text(hub, "plan"):
+            figures.append(("chosen for", plan))
+        if outer := _text(hub, "outer"):
+            figures.append(("outer optimizer", outer))
+        if installed := _text(hub, "software"):
+            figures.append(("nodes have", installed))
+        if (turned_away := figure(hub, "turned_away")) > 0:
+            figures.append(("turned away at its port", f"{format_count(turned_away)} in the last minute"))
+        return figures
+
+
 @dataclass
 class _Known:
     """What is remembered of one node."""
@@ -112,9 +154,7 @@ class RosterFeed:
         self._rows_made = 0
         self._events_seen: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_EVENTS)
         self._offset, self._last_seconds = 0.0, -inf
-        self._hub_rates = {
-            name: Rate() for name in ("bytes_in", "bytes_out", "cpu_seconds", "version", "contributions")
-        }
+        self._hub = HubTable()
         self._before: Roster | None = None
         self._absent = False
 
@@ -179,7 +219,7 @@ class RosterFeed:
             what, node, text = _text(event, "what", MAX_NAME), _text(event, "node"), _text(event, "text")
             if what in LEAVING:
                 leaving[node] = LEAVING[what], text
-            mark = _figure(event, "number"), _figure(event, "seconds")
+            mark = figure(event, "number"), figure(event, "seconds")
             if all(map(isfinite, mark)) and mark not in self._events_seen:
                 self._events_seen.append(mark)
                 self._add(mark[1] + self._offset, what, node, text)
@@ -187,19 +227,15 @@ class RosterFeed:
 
     def _take_versions(self, roster: Roster, seconds: float) -> None:
         """Add what follows from two rosters: versions that were released, a checkpoint, a standby, a term."""
-        before, hub = self._before, roster.hub
+        before = self._before
         if before is None:
             return
         if 0 <= before.version < roster.version:
             count, deltas = roster.version - before.version, max(0, roster.contributions - before.contributions)
             which = f"version {roster.version}" if count == 1 else f"versions {before.version + 1} to {roster.version}"
             self._add(seconds, "released", "", f"{which}, of {plural(deltas, 'delta')}")
-        if _figure(hub, "saved_version") > max(-1.0, _figure(before.hub, "saved_version")):
-            self._add(seconds, "checkpoint", "", f"version {_figure(hub, 'saved_version'):.0f} is saved")
-        if (standby := _text(hub, "standby")) and standby != before.hub.get("standby"):
-            self._add(seconds, "standby", "", f"the standby at {standby} is in step")
-        if _figure(hub, "term") > _figure(before.hub, "term"):
-            self._add(seconds, "takeover", "", f"another broker has taken over: term {_figure(hub, 'term'):.0f}")
+        for what, text in hub_events(before.hub, roster.hub):
+            self._add(seconds, what, "", text)
 
     # ------------------------------------------------------------------ nodes
 
@@ -249,26 +285,26 @@ class RosterFeed:
         waiting = _text(member, "waiting")
         row.state = state if state in ("live", "quarantined") else "waiting"
         row.text = f"waits for {waiting}" if waiting else "" if row.state == "live" else state
-        loss, samples = _figure(member, "loss"), _figure(member, "samples")
+        loss, samples = figure(member, "loss"), figure(member, "samples")
         node.samples = samples if isfinite(samples) else node.samples
-        rate = _figure(member, "link_rate")
-        sent = node.sent.take(seconds, _figure(member, "bytes_sent"))
-        received = node.received.take(seconds, _figure(member, "bytes_received"))
-        refused, put_off = _figure(member, "refused"), _figure(member, "put_off")
+        rate = figure(member, "link_rate")
+        sent = node.sent.take(seconds, figure(member, "bytes_sent"))
+        received = node.received.take(seconds, figure(member, "bytes_received"))
+        refused, put_off = figure(member, "refused"), figure(member, "put_off")
         both = f"{format_count(refused)} / {format_count(put_off)}" if isfinite(put_off) else format_count(refused)
         row.cells = [
-            format_number(node.steps.take(seconds, _figure(member, "step")), 1),
-            format_count(_figure(member, "samples_per_second")),
+            format_number(node.steps.take(seconds, figure(member, "step")), 1),
+            format_count(figure(member, "samples_per_second")),
             format_number(loss),
             NOTHING,
-            _traffic(sent, rate),
-            _traffic(received, rate),
-            format_number(_figure(member, "age_steps"), 0),
-            format_number(_figure(member, "staleness"), 0),
+            traffic(sent, rate),
+            traffic(received, rate),
+            format_number(figure(member, "age_steps"), 0),
+            format_number(figure(member, "staleness"), 0),
             both,
-            f"{format_number(_figure(member, 'silent'), 1)} s",
+            f"{format_number(figure(member, 'silent'), 1)} s",
         ]
-        row.chips = _chips(member)
+        row.chips = chips_of(member)
         if (curve := self.picture.curve("node", row.key, row.name)) is not None:
             curve.line.add(seconds, loss)
 
@@ -286,56 +322,43 @@ class RosterFeed:
         codec, down = _text(hub, "codec"), _text(hub, "broadcast_codec")
         live = sum(member.get("state") == "live" for member in roster.members)
         picture.tiles = _tiles(roster, list(picture.rows.values()), codec)
-        gain = roster_gain(roster)
+        gain = say_gain(roster)
         if roster.exchange:
             texts = [f"All nodes make each step together, by {printable(roster.exchange.partition(',')[0])}."]
         else:
             exchange = say_exchange(roster.every, roster.delay, codec, down)
-            texts = [exchange, say_release(settings.release, live), f"{gain[:1].upper()}{gain[1:]}." if gain else ""]
+            texts = [exchange, say_release(settings.release, live), gain]
         picture.sentences = [text for text in texts if text]
-        picture.hub = self._hub_figures(roster, seconds)
-
-    def _hub_figures(self, roster: Roster, seconds: float) -> list[tuple[str, str]]:
-        hub, rates = roster.hub, self._hub_rates
-        counts = {"version": float(roster.version), "contributions": float(roster.contributions)}
-        speed = {name: rate.take(seconds, counts.get(name, _figure(hub, name))) for name, rate in rates.items()}
-        rate, saved = _figure(hub, "port_rate"), _figure(hub, "saved_version")
-        late = [_figure(member, "staleness") for member in roster.members]
-        late = [one for one in late if isfinite(one)]
-        rounds = NOTHING
-        if speed["version"] > 0:
-            each = speed["contributions"] / speed["version"]
-            behind = f", {sum(late) / len(late):.1f} versions behind in the mean" if late else ""
-            rounds = f"{speed['version']:.1f} a second, {plural(round(each, 1), 'delta')} each{behind}"
-        figures = [
-            ("port in", _traffic(speed["bytes_in"], rate)),
-            ("port out", _traffic(speed["bytes_out"], rate)),
-            ("processor", f"{percent(speed['cpu_seconds'])} of a core" if isfinite(speed["cpu_seconds"]) else NOTHING),
-            ("memory", format_bytes(_figure(hub, "memory_bytes"))),
-            ("versions", rounds),
-            ("deltas refused", format_count(_figure(hub, "refused"))),
-            ("checkpoint", f"version {saved:.0f}" if saved >= 0 else "none"),
-            ("standby", _text(hub, "standby") or "none"),
-        ]
-        if plan := _text(hub, "plan"):
-            figures.append(("chosen for", plan))
-        if outer := _text(hub, "outer"):
-            figures.append(("outer optimizer", outer))
-        if installed := _text(hub, "software"):
-            figures.append(("nodes have", installed))
-        if turned_away := _figure(hub, "turned_away"):
-            figures.append(("turned away at its port", f"{format_count(turned_away)} in the last minute"))
-        return figures
+        picture.hub = self._hub.take(roster, seconds)
 
 
-def _traffic(rate: float, port: float) -> str:
+def hub_events(before: Mapping[str, Any], hub: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return kind and text of what has happened at the hub between two reports: a checkpoint, a standby, a takeover."""
+    events = []
+    if figure(hub, "saved_version") > max(-1.0, figure(before, "saved_version")):
+        events.append(("checkpoint", f"version {figure(hub, 'saved_version'):.0f} is saved"))
+    if (standby := _text(hub, "standby")) and standby != before.get("standby"):
+        events.append(("standby", f"the standby at {standby} is in step"))
+    if figure(hub, "term") > figure(before, "term"):
+        events.append(("takeover", f"another broker has taken over: term {figure(hub, 'term'):.0f}"))
+    return events
+
+
+def say_gain(roster: Roster) -> str:
+    """Return what one more PC would add, as a sentence; "" where that says nothing."""
+    gain = roster_gain(roster)
+    return f"{gain[:1].upper()}{gain[1:]}." if gain else ""
+
+
+def traffic(rate: float, port: float) -> str:
     """Return a rate of bytes, and which share of a port that is."""
     if not isfinite(rate):
         return NOTHING
     return f"{format_rate(rate)} · {percent(rate / port)}" if port > 0 else format_rate(rate)
 
 
-def _chips(member: Mapping[str, Any]) -> list[str]:
+def chips_of(member: Mapping[str, Any]) -> list[str]:
+    """Return what differs at a node from the others, as its report says."""
     chips = []
     if other := _text(member, "software"):
         chips.append(f"has {other}")
@@ -357,9 +380,9 @@ def _warning(roster: Roster) -> str:
 
 
 def _tiles(roster: Roster, rows: Iterable[Row], codec: str) -> list[Tile]:
-    speeds = [value for member in roster.members if isfinite(value := _figure(member, "samples_per_second"))]
+    speeds = [value for member in roster.members if isfinite(value := figure(member, "samples_per_second"))]
     gone = sum(row.state == "lost" for row in rows)
-    losses = [value for member in roster.members if isfinite(value := _figure(member, "loss"))]
+    losses = [value for member in roster.members if isfinite(value := figure(member, "loss"))]
     version = f"version {roster.version:,}" if roster.version >= 0 else "nothing is shared yet"
     units = f" · {percent(roster.units_done / roster.units_total)} of the data" if roster.units_total > 0 else ""
     nodes = Tile(

@@ -10,12 +10,13 @@ from typing import Protocol
 
 from zmqtrain.core.errors import HubUnreachable, RunStopped, ZmqTrainError
 from zmqtrain.monitor.record_files import RecordFolder
+from zmqtrain.monitor.tensorboard import RunScalars
 from zmqtrain.node.connect import connect
 from zmqtrain.node.node import Node
 from zmqtrain.page.picture import Picture
 from zmqtrain.page.record_feed import RecordFeed
 from zmqtrain.page.roster_feed import RosterFeed
-from zmqtrain.protocol.messages import Roster
+from zmqtrain.protocol.messages import Roster, fields_of
 from zmqtrain.protocol.peer import PeerState
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,19 @@ class Source(Protocol):
 class HubSource:
     """A running hub, seen by an observer that changes nothing; it is looked for again when it is gone.
 
-    addresses: with commas.  server_key, keys: see `connect`.  Raises what `connect` does if it cannot be reached now.
+    addresses: with commas.  server_key, keys: see `connect`.  scalars: are given each report.
+    Raises what `connect` does if it cannot be reached now.
     """
 
-    def __init__(self, addresses: str, server_key: str, keys: Path | None, wait_seconds: float) -> None:
-        self.picture = Picture()
+    def __init__(
+        self,
+        addresses: str,
+        server_key: str,
+        keys: Path | None,
+        wait_seconds: float,
+        scalars: RunScalars | None = None,
+    ) -> None:
+        self.picture, self._scalars = Picture(), scalars
         self._feed = RosterFeed(self.picture)
         self._addresses, self._server_key, self._keys = addresses, server_key, keys
         self._wait_seconds = wait_seconds
@@ -65,6 +74,8 @@ class HubSource:
             self._thread.join(5.0)
         if self._node is not None:
             self._node.close()
+        if self._scalars is not None:
+            self._scalars.close()
 
     def _connect(self) -> Node:
         node = connect(
@@ -92,6 +103,8 @@ class HubSource:
             elif (roster := self._node.roster) is not None and roster is not shown:
                 shown = roster
                 self._feed.take(roster, self._node.run, self._node.settings)
+                if self._scalars is not None:
+                    self._scalars.write(self._node.run, fields_of(roster))
 
     def _look_again(self) -> None:
         try:
@@ -123,12 +136,12 @@ class HubSource:
 class FolderSource:
     """The files of records in a folder (or one file), finished or still written to.
 
-    Raises ConfigError if there is no such place.
+    scalars: are given each report that the records hold.  Raises ConfigError if there is no such place.
     """
 
-    def __init__(self, place: Path) -> None:
-        self.picture = Picture()
-        self._folder, self._feed = RecordFolder(place), RecordFeed(self.picture)
+    def __init__(self, place: Path, scalars: RunScalars | None = None) -> None:
+        self.picture, self._scalars = Picture(), scalars
+        self._folder, self._feed = RecordFolder(place), RecordFeed(self.picture, scalars)
         self.picture.heading.source = str(place)
         self.picture.heading.note = "reading the records"
         self._closed = threading.Event()
@@ -143,6 +156,8 @@ class FolderSource:
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(5.0)
+        if self._scalars is not None:
+            self._scalars.close()
 
     def _run(self) -> None:
         while not self._closed.is_set():

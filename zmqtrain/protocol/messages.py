@@ -66,6 +66,8 @@ replace_fields = msgspec.structs.replace
 """Gives a copy of a message, or of an effect, with other values in these fields."""
 fields_of = msgspec.structs.asdict
 """Gives the fields of a message by name."""
+message_of = msgspec.convert
+"""Makes a message of a kind from fields by name, as a record holds them; ValueError where these are of other kinds."""
 
 
 # ---------------------------------------------------------------------- nodes and hub

@@ -18,11 +18,13 @@ const MARKS = {
 const OTHER_MARK = ["hub", "soft", "square"];
 const FONT = "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 const MANY_NODES = 12, MOST_LISTED = 200;
+const ROUTINE = new Set(["released", "checkpoint"]), MOST_ROUTINE = 500, MOST_EVENTS = 2000;  // as in picture.py
 const STATES = { live: "live", lost: "broker lost", reading: "reading", recorded: "recorded", ended: "ended", offline: "page ended" };
 
-const run = { lines: new Map(), events: [], rows: [], tick: -1, frame: null };
+const TASKS = { forward: "accent", backward: "good", update: "warning" };
+const run = { lines: new Map(), events: [], rows: [], pipelines: [], tick: -1, frame: null };
 const element = (id) => document.getElementById(id);
-let chosen = null, drawnAt = 0, drawing = 0;
+let chosen = null, drawnAt = -Infinity, drawing = 0;
 
 // ---------------------------------------------------------------- what comes
 
@@ -42,8 +44,23 @@ function take(frame) {
   }
   const last = run.events.length ? run.events[run.events.length - 1].number : -1;
   run.events.push(...frame.events.filter((event) => event.number > last));
-  run.events.splice(0, run.events.length - 2000);
+  thinEvents();
+  if (frame.pipelines) {
+    run.pipelines = frame.pipelines;
+    showPipelines();
+  }
   run.frame = frame;
+}
+
+/** Leave out every second routine event where there are too many, and the oldest of the others. */
+function thinEvents() {
+  const routine = run.events.filter((event) => ROUTINE.has(event.what));
+  const others = run.events.length - routine.length;
+  if (routine.length <= MOST_ROUTINE && others <= MOST_EVENTS) return;
+  const gone = new Set();
+  if (routine.length > MOST_ROUTINE) routine.slice(1, -1).forEach((event, index) => { if (index % 2 === 0) gone.add(event.number); });
+  let over = others - MOST_EVENTS;
+  run.events = run.events.filter((event) => !gone.has(event.number) && (ROUTINE.has(event.what) || over-- <= 0));
 }
 
 function listen() {
@@ -195,8 +212,8 @@ function choose(key) {
 }
 
 function showEvents() {
-  const all = element("versions").checked;
-  const events = run.events.filter((event) => all || event.what !== "released").slice(-MOST_LISTED).reverse();
+  const all = element("routine").checked;
+  const events = run.events.filter((event) => all || !ROUTINE.has(event.what)).slice(-MOST_LISTED).reverse();
   const body = element("events").tBodies[0];
   resize(body, events.length, () => {
     const row = make("tr");
@@ -207,6 +224,21 @@ function showEvents() {
     const cells = body.rows[index].cells;
     [clock(event.seconds), event.what, event.node, event.text].forEach((text, column) => setText(cells[column], text));
   });
+}
+
+function showPipelines() {
+  const select = element("pipeline"), { length } = run.pipelines, newest = select.selectedIndex === select.options.length - 1;
+  element("pipelines").hidden = !length;
+  select.hidden = length < 2;
+  resize(select, length, () => make("option"));
+  run.pipelines.forEach((one, index) => setText(select.options[index], one.name));
+  if (newest) select.selectedIndex = length - 1;
+  if (element("pipeline-key").children.length) return;
+  element("pipeline-key").replaceChildren(...Object.entries(TASKS).map(([kind, tone]) => {
+    const sign = make("span", "kind", kind);
+    sign.style.setProperty("--of-kind", `var(--${tone})`);
+    return sign;
+  }));
 }
 
 // ---------------------------------------------------------------- charts
@@ -251,14 +283,23 @@ function draw() {
   const [unit, unitName] = unitOf(end);
   const curves = (at) => losses.map((line) => curveOf(line, line.times.map((time) => at(time + line.shift)), colour));
   if (losses.length) drawChart("by-seconds", curves((time) => time / unit), unitName, colour);
+  else setEmpty("by-seconds", "No loss is known yet.");
   if (losses.length && samples) drawChart("by-samples", curves((time) => samplesAt(samples, time)), "samples", colour);
-  else if (losses.length) setEmpty("by-samples", "The samples of the run are in the broker's record, which is not here.");
+  else if (losses.length) setEmpty("by-samples", "No version is recorded yet, or the broker's record is not here.");
+  else setEmpty("by-samples", "No loss is known yet.");
+  element("charts").hidden = element("key").hidden = run.pipelines.length > 0 && !losses.length;  // a pipeline alone
   if (run.events.length) drawTimeline(unit, unitName, end, colour);
+  else setEmpty("timeline", "Nothing has happened yet.");
+  if (run.pipelines.length) drawPipeline(run.pipelines[Math.max(0, element("pipeline").selectedIndex)], colour);
 }
 
+/** Show a text in place of a chart, also of one that was drawn of another run. */
 function setEmpty(id, text) {
-  const empty = element(id).querySelector(".empty");
-  if (empty) setText(empty, text);
+  if (!element(id).querySelector(".empty")) {
+    Plotly.purge(id);
+    element(id).replaceChildren(make("p", "empty"));
+  }
+  setText(element(id).querySelector(".empty"), text);
 }
 
 function curveOf(line, x, colour) {
@@ -276,10 +317,11 @@ function curveOf(line, x, colour) {
 
 const CONFIG = { displaylogo: false, responsive: true, scrollZoom: false, displayModeBar: "hover", modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
 
-/** Return the range of an axis: from 0, unless all that is drawn lies far behind it. */
+/** Return the range of an axis: from 0, unless all that is drawn lies far behind it and is of different times. */
 function spanOf(first, last) {
-  const begin = first > 0.2 * last ? first : 0;
-  return [begin - 0.01 * (last - begin), last + 0.01 * Math.max(last - begin, 1e-9)];
+  const begin = first > 0.2 * last && last - first > 0.001 * last ? first : 0;
+  const width = last - begin;
+  return width > 0 ? [begin - 0.01 * width, last + 0.01 * width] : [begin - 0.01, begin + 1];
 }
 
 function layoutOf(colour, title, span) {
@@ -326,6 +368,27 @@ function drawTimeline(unit, unitName, end, colour) {
   Plotly.react("timeline", traces, layout, { ...CONFIG, displayModeBar: false });
 }
 
+function drawPipeline(pipeline, colour) {
+  const { bars, stages, name } = pipeline, label = (stage) => `stage ${stage + 1}`;
+  const traces = Object.entries(TASKS).map(([kind, tone]) => {
+    const of = bars.filter((bar) => bar[1] === kind);
+    return {
+      type: "bar", orientation: "h", name: kind, y: of.map(([stage]) => label(stage)), base: of.map((bar) => bar[2]),
+      x: of.map((bar) => bar[3] - bar[2]), hovertext: of.map((bar) => plain(bar[4])), hoverinfo: "text",
+      marker: { color: colour(tone), line: { width: 0.5, color: colour("card") } },
+    };
+  });
+  const first = Math.min(...bars.map((bar) => bar[2])), last = Math.max(...bars.map((bar) => bar[3]));
+  const layout = layoutOf(colour, "seconds", [first, last + 0.01 * (last - first)]);
+  layout.margin = { l: 66, r: 22, t: 8, b: 34 };
+  layout.barmode = "overlay";
+  layout.bargap = 0.25;
+  layout.uirevision = name;
+  const order = Array.from({ length: stages }, (_, stage) => label(stage));
+  layout.yaxis = { ...layout.yaxis, type: "category", categoryorder: "array", categoryarray: order, range: [stages - 0.4, -0.6], fixedrange: true };
+  Plotly.react("gantt", traces, layout, { ...CONFIG, displayModeBar: false });
+}
+
 // ---------------------------------------------------------------- theme
 
 const THEMES = ["system", "light", "dark"];
@@ -345,7 +408,8 @@ element("theme").onclick = () => {
 };
 prefersDark.onchange = showTheme;
 element("log").onchange = draw;
-element("versions").onchange = () => run.frame && showEvents();
+element("pipeline").onchange = draw;
+element("routine").onchange = () => run.frame && showEvents();
 element("plotly").addEventListener("load", draw);
 document.addEventListener("visibilitychange", drawSoon);
 showTheme();
