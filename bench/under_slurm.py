@@ -152,7 +152,7 @@ class Check:
         print(f"{what}: {came} ({seconds} s)", flush=True)
 
     def run_of_three_nodes(self, units: int) -> None:
-        """Submit the example; requeue an element; wait for the run's end and its model."""
+        """Submit the example; requeue one element, cancel and requeue another; wait for the run's end and its model."""
         cluster, run = self.cluster, self.cluster.folder / "run1"
         options = ["--array=0-2", "--gres=none", "--mem=1G", "--cpus-per-task=1"]
         said = cluster("bash", str(SLURM / "submit.sh"), str(run), *options, ZMQTRAIN_UNITS=str(units))
@@ -180,16 +180,29 @@ class Check:
             members = json.loads(cluster(*status) or "{}").get("members", [])
             return max((int(member.get("step", 0)) for member in members if member["name"] == name), default=0)
 
-        wait("its first steps", lambda: steps("node-1") > 20)
-        cluster("scontrol", "requeue", f"{nodes}_1")
-        log = run / "zmqtrain-node-1.log"
-        seconds = wait("the node's goodbye", lambda: "this node left" in log.read_text())
-        drained = next(line for line in log.read_text().splitlines() if "this node left" in line)
-        self.row(f"scontrol requeue {nodes}_1", drained.partition(",")[0], seconds)
-        seconds = wait("it is queued again", lambda: "PENDING" in cluster.states(nodes).get(f"{nodes}_1", ""))
-        self.row("squeue", f"{nodes}_1 {cluster.states(nodes)[f'{nodes}_1']}", seconds)
-        seconds = wait("it is back", lambda: there("node-1"))
-        self.row("zmqtrain status --check --node node-1", "it takes part again", seconds)
+        wait("their first steps", lambda: min(steps("node-1"), steps("node-2")) > 20)
+
+        def leaves(number: int, *command: str) -> None:
+            log = run / f"zmqtrain-node-{number}.log"
+            cluster(*command)
+            seconds = wait("the node's goodbye", lambda: "this node left" in log.read_text())
+            drained = next(line for line in log.read_text().splitlines() if "this node left" in line)
+            self.row(" ".join(command), drained.partition(",")[0], seconds)
+
+        def comes_back(number: int) -> None:
+            element = f"{nodes}_{number}"
+            seconds = wait("it is queued again", lambda: "PENDING" in cluster.states(nodes).get(element, ""))
+            self.row("squeue", f"{element} {cluster.states(nodes)[element]}", seconds)
+            seconds = wait("it is back", lambda: there(f"node-{number}"))
+            self.row(f"zmqtrain status --check --node node-{number}", "it takes part again", seconds)
+
+        leaves(1, "scontrol", "requeue", f"{nodes}_1")
+        comes_back(1)
+        leaves(2, "scancel", f"{nodes}_2")
+        wait("its end", lambda: "JobState=CANCELLED" in cluster("scontrol", "show", "job", f"{nodes}_2"))
+        if said := cluster("scontrol", "requeue", f"{nodes}_2"):
+            raise SystemExit(said)
+        comes_back(2)
         model = run / "broker/model.safetensors"
         seconds = wait("the end of the run", lambda: not (cluster.states(nodes) or cluster.states(broker)), 600.0)
         ended = [line for line in (run / "zmqtrain-broker.log").read_text().splitlines() if "ended at version" in line]

@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, settings
 
 PROGRAMS = tuple(
     f"integration/test_{name}.py"
-    for name in ("commands", "devices", "examples", "pages", "mistakes", "export", "stop", "doctor")
+    for name in ("commands", "devices", "examples", "pages", "mistakes", "export", "stop", "doctor", "ray")
 )
 """Files of integration that start whole programs, which compute more than they wait: each is a group of its own."""
 WAITING = {

@@ -152,7 +152,7 @@ class Pc:
     place: the folder in which is typed, at first that of the clone.
     """
 
-    def __init__(self, name: str, lab: Path, port: str) -> None:
+    def __init__(self, name: str, lab: Path, port: str, tree: str) -> None:
         self.name = name
         self.home = lab / name
         self.place = self.home / "zmqtrain"
@@ -165,7 +165,7 @@ class Pc:
             **os.environ,
             "HOME": str(self.home),
             "PATH": f"{lab / 'commands'}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{self.home / '.site'}:{PROJECT}",
+            "PYTHONPATH": f"{self.home / '.site'}:{tree}",
             "LAB": str(lab),
             "LAB_PORT": port,
             "COLUMNS": "200",
@@ -188,21 +188,25 @@ class Pc:
 
 
 class Lab:
-    """The PCs, by name, made when they are first named; at the end of the block nothing of them runs any more."""
+    """The PCs, by name, made when they are first named; at the end of the block nothing of them runs any more.
 
-    def __init__(self, folder: Path) -> None:
+    interpreter: the Python of all PCs, which has zmqtrain installed; not given: this one, with the tree of the project.
+    """
+
+    def __init__(self, folder: Path, interpreter: Path | None = None) -> None:
         self.folder = folder
+        self._tree = str(PROJECT) if interpreter is None else ""
         self.changed = Condition()
         self._pcs: dict[str, Pc] = {}
         self._end = contextlib.ExitStack()
         self.port = self._end.enter_context(kept_address()).rpartition(":")[2]
         (folder / "pids").mkdir()
-        python = shlex.quote(sys.executable)
+        python = shlex.quote(str(interpreter or sys.executable))
         self.add_command("bin/zmqtrain", COMMAND.format(python=python))
         self.add_command("bin/zmqtrain-broker", BROKER.format(python=python))
         self.add_command("bin/zmqtrain-node", NODE.format(python=python, pace=PACE_SECONDS))
         self.add_command("venv/bin/python", PYTHON.format(python=python))
-        self.add_command("commands/ssh", SSH.format(project=PROJECT))
+        self.add_command("commands/ssh", SSH.format(project=self._tree))
         self.add_command("commands/scp", SCP)
         (folder / "pip.py").write_text(PIP)
 
@@ -231,7 +235,7 @@ class Lab:
     def pc(self, name: str) -> Pc:
         """Return the PC of that name."""
         if name not in self._pcs:
-            self._pcs[name] = Pc(name, self.folder, self.port)
+            self._pcs[name] = Pc(name, self.folder, self.port, self._tree)
         return self._pcs[name]
 
     def here(self, text: str) -> str:

@@ -22,6 +22,7 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from zmqtrain import records
     from zmqtrain.broker.broker import Broker
+    from zmqtrain.broker.serve import BrokerThread
     from zmqtrain.collectives.communicator import Communicator, Message
     from zmqtrain.collectives.group import Request, wait_all, wait_any
     from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Status
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from zmqtrain.train.program import Program
     from zmqtrain.train.step import LoopHooks
     from zmqtrain.train.sync import DelayedSync
+    from zmqtrain.transport.zmq_keys import CurveKeys
 
     __version__: str
 
@@ -63,6 +65,8 @@ __all__ = [
     "records",
     "ParameterClient",
     "Broker",
+    "BrokerThread",
+    "CurveKeys",
     "Communicator",
     "ANY_SOURCE",
     "ANY_TAG",
@@ -95,6 +99,8 @@ _HOMES = {
     "Node": "zmqtrain.node.node",
     "JointNode": "zmqtrain.node.joint",
     "Broker": "zmqtrain.broker.broker",
+    "BrokerThread": "zmqtrain.broker.serve",
+    "CurveKeys": "zmqtrain.transport.zmq_keys",
     "Communicator": "zmqtrain.collectives.communicator",
     "ANY_SOURCE": "zmqtrain.collectives.matching",
     "ANY_TAG": "zmqtrain.collectives.matching",

@@ -18,8 +18,6 @@ import numpy as np
 import ray
 
 import zmqtrain as zt
-from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.transport.zmq_keys import CurveKeys
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=64)
@@ -30,7 +28,7 @@ class Hub:
         address = f"tcp://{ray.util.get_node_ip_address()}:{port}"
         # a machine that Ray fills with other work may be silent for long
         settings = zt.RunSettings(program="image", units=units, initial="founder", lost_seconds=20.0)
-        self.thread = BrokerThread(address, settings, keys=keys, checkpoint=Path(folder).expanduser())
+        self.thread = zt.BrokerThread(address, settings, keys=keys, checkpoint=Path(folder).expanduser())
 
     def address(self):
         """Return where nodes connect; "" once the run is over."""
@@ -51,7 +49,7 @@ class Node:
         if not (address := ray.get(hub.address.remote())):
             return None
         program = zt.load_program("image")
-        with zt.connect(address, name, keys=CurveKeys.generate(hub_key), timeout_seconds=60) as node:
+        with zt.connect(address, name, keys=zt.CurveKeys.generate(hub_key), timeout_seconds=60) as node:
             result = zt.TrainingLoop(program, node).run(node.batches(program))
         return result.summary, jax.tree.map(np.asarray, result.params)
 
@@ -68,7 +66,7 @@ def main():
     options = parser.parse_args()
 
     ray.init(address=options.cluster)
-    keys = CurveKeys.generate()
+    keys = zt.CurveKeys.generate()
     hub = Hub.remote(keys, options.port, options.folder, options.units)
     nodes = [Node.remote() for _ in range(options.nodes)]
     training = [node.train.remote(hub, keys.public, f"node-{number}") for number, node in enumerate(nodes)]

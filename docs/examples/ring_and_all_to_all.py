@@ -113,9 +113,7 @@ def be_one_process(options):
 
 def start_all(options):
     """Start a broker and all processes here; return how many failed."""
-    from zmqtrain.broker.serve import BrokerThread
-
-    with BrokerThread("tcp://127.0.0.1:0", zt.RunSettings()) as broker:
+    with zt.BrokerThread("tcp://127.0.0.1:0", zt.RunSettings()) as broker:
         command = [sys.executable, __file__, broker.address, "--size", str(options.size)]
         command += ["--megabytes", str(options.megabytes)]
         processes = [subprocess.Popen(command) for _ in range(options.size)]

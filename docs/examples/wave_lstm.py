@@ -209,12 +209,10 @@ def draw(folder, size, layers):
 
 def start_all(options):
     """Run all processes here, and one that has all layers; compare their weights, and draw the wave."""
-    from zmqtrain.broker.serve import BrokerThread
-
     command = [sys.executable, __file__, "--layers", str(options.layers), "--steps", str(options.steps)]
     command += ["--trace", str(options.trace), "--size"]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # the processes share this PC's cores
-    with BrokerThread("tcp://127.0.0.1:0", zt.RunSettings(program="")) as broker:
+    with zt.BrokerThread("tcp://127.0.0.1:0", zt.RunSettings(program="")) as broker:
         pipe = {"stdout": subprocess.PIPE, "text": True, "env": environment}
         sizes = [(1, []), *[(options.size, [broker.address, "--rank", str(rank)]) for rank in range(options.size)]]
         processes = [subprocess.Popen([*command, str(size), *where], **pipe) for size, where in sizes]

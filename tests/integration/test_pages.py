@@ -112,10 +112,13 @@ def use(lab: Lab, page: str, source: Source) -> None:
         lab.type("hub", f"{PYTHON} block.py").wait_well()
 
 
-def follow(page: str, folder: Path) -> list[Program]:
-    """Do what a page says, in a lab of its own; all that it starts must end. Returns all that was typed."""
+def follow(page: str, folder: Path, interpreter: Path | None = None) -> list[Program]:
+    """Do what a page says, in a lab of its own; all that it starts must end. Returns all that was typed.
+
+    interpreter: a Python that has zmqtrain installed; not given: this one, with the tree of the project.
+    """
     steps = read_page(PROJECT / page)
-    with Lab(folder) as lab:
+    with Lab(folder, interpreter) as lab:
         lab.add_command("commands/curl", CURL.format(python=sys.executable))
         last = None
         for name in {"hub", *re.findall(r"\bpc\d*\b", (PROJECT / page).read_text())}:

@@ -307,7 +307,11 @@ class _Host:
 class BrokerThread:
     """A broker in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
 
-    Its options and errors are those of `serve`; `watch` is called in the broker's thread.
+    address: where it listens; "tcp://127.0.0.1:0" takes a free port, and `address` says which.  settings: of the run.
+    keys: the pair of the hub, a `CurveKeys`; without it every peer that reaches the address may come in.
+    checkpoint: a folder, where it saves the run, and from which it goes on.
+    Used in a `with` block, it is stopped at the end of the block. `roster` is the newest list of who is in the run.
+    Its other options and its errors are those of `serve`; `watch` is called in the broker's thread.
     """
 
     def __init__(self, address: str, settings: RunSettings | None, **options: Unpack[ServeOptions]) -> None:
