@@ -38,9 +38,7 @@ def train(comm, options):
 
 def start_all(options):
     """Run a broker and all stages on this PC."""
-    from zmqtrain.broker.serve import BrokerThread
-
-    with BrokerThread("tcp://127.0.0.1:0", zt.RunSettings(program="")) as broker:
+    with zt.BrokerThread("tcp://127.0.0.1:0", zt.RunSettings(program="")) as broker:
         command = [sys.executable, __file__, broker.address, *options.given]
         processes = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(options.size)]
         try:
