@@ -119,3 +119,37 @@ def test_the_processes_of_one_node_hold_the_bits_that_an_ordinary_node_would(tmp
         for index in range(2):
             with np.load(tmp_path / f"run{number}-process{index}.npz") as held:
                 assert assert_holds(held, second) == 2 * 2 * len(SHAPES)
+
+
+@pytest.mark.timeout(300)
+def test_the_example_of_two_hosts_trains_one_model_with_an_ordinary_script() -> None:
+    strict = {"program": "", "mode": "strict", "release": "all", "every": 4, "delay": 2, "start_nodes": 2}
+    coordinator = f"127.0.0.1:{free_port()}"
+    hosts = ["--coordinator", coordinator, "--hosts", "2", "--steps", "100", "--name", "cluster"]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "XLA_FLAGS": ""}
+    with ExitStack() as stack:
+        run = zt.RunSettings(**strict, initial="founder", lost_seconds=60.0, evaluate_seconds=0.0)
+        hub = stack.enter_context(broker(run))
+
+        def started(script: str, *arguments: str) -> subprocess.Popen[str]:
+            command = [sys.executable, str(PROJECT / "docs" / "examples" / script), *arguments]
+            process = stack.enter_context(subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            ))  # fmt: skip
+            stack.callback(process.kill)
+            return process
+
+        programs = [
+            started("multi_host_node.py", hub.address, *hosts, "--host", "0"),
+            started("multi_host_node.py", *hosts, "--host", "1"),
+            started("custom_loop.py", hub.address, "--steps", "100", "--name", "pc-1"),
+        ]
+        ends = []
+        for program in programs:
+            printed, complaints = program.communicate(timeout=2 * SECONDS)
+            assert program.returncode == 0, complaints
+            (end,) = re.findall(r"accuracy ([0-9.]+) %.*", printed)
+            ends.append(float(end))
+        assert hub.broker.statistics().version > 0
+    assert ends[0] == ends[1] > 50, "both hosts hold one model; a first one answers half of the questions at most"
+    assert ends[2] > 50
