@@ -21,7 +21,9 @@ from zmqtrain.programs.text import TextProgram
 
 def train(comm, options):
     """Be one stage."""
-    program = TextProgram(width=options.width, layers=options.layers, batch=options.batch, tied=False, clip=0.0)
+    program = TextProgram(
+        width=options.width, layers=options.layers, batch=options.batch, tied=False, clip=0.0, warmup=1
+    )
     batches = [batch for unit in range(options.steps) for batch in program.batches(unit)][: options.steps]
     shapes = jax.eval_shape(program.init, 0)
     stages = zt.split(program.loss, shapes, batches[0], comm.size - 1, micro_batches=options.micro_batches)

@@ -121,6 +121,7 @@ def test_the_processes_of_one_node_hold_the_bits_that_an_ordinary_node_would(tmp
                 assert assert_holds(held, second) == 2 * 2 * len(SHAPES)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_example_of_two_hosts_trains_one_model_with_an_ordinary_script() -> None:
     strict = {"program": "", "mode": "strict", "release": "all", "every": 4, "delay": 2, "start_nodes": 2}

@@ -18,6 +18,7 @@ EXAMPLE = PROJECT / "docs" / "examples" / "pipeline_text.py"
 SMALL = ("--width", "32", "--layers", "3", "--batch", "8", "--micro-batches", "4", "--steps", "5")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_three_processes_train_a_model_that_none_of_them_holds(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), *SMALL, "--folder", str(tmp_path)]

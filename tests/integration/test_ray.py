@@ -34,6 +34,7 @@ def folder_of_ray() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_killed_actor_is_started_again_and_the_run_ends_with_its_model(tmp_path: Path, folder_of_ray: str) -> None:
     model = tmp_path / "model.safetensors"

@@ -8,8 +8,8 @@
             loss = pipeline.step(batch)
 
 Rule 1: rank r computes stage r. Carries and cotangents go from PC to PC, in the order of the micro-batches.
-Rule 2: the training thread never encodes or sends: a thread of its own waits for a result, encodes it and sends it,
-while the next task computes. At most K_s results are with it.
+Rule 2: the training thread never encodes, decodes or sends. A sending thread waits for a result, encodes it and sends
+it, while the next task computes; at most K_s results are with it. A receiving thread decodes what comes.
 Rule 3: receives are posted ahead, so that a carry travels while its receiver computes.
 Rule 4: each wait has an end, and its error names stage, micro-batch and peer.
 Rule 5: losses and parameters are those of `LocalPipeline` with the same codec, bit for bit.
@@ -17,6 +17,7 @@ Rule 5: losses and parameters are those of `LocalPipeline` with the same codec, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -79,11 +80,11 @@ class PipelineStatistics:
 
 
 class _Arrived(NamedTuple):
-    """A message: of which kind, and its number among those of that kind."""
+    """A message, decoded: of which kind, and its number among those of that kind."""
 
     kind: _Kind
     number: int
-    request: Request[Any]
+    value: Any
 
 
 class Pipeline:
@@ -129,6 +130,7 @@ class Pipeline:
         """Tasks and waits so far, if they are recorded."""
         self._machine = StageMachine(self.schedule, comm.rank, comm.size, stages.micro_batches)
         self._sender = ThreadPoolExecutor(1, "zmqtrain-pipeline-sender")
+        self._receiver = ThreadPoolExecutor(1, "zmqtrain-pipeline-receiver")
         self._arrivals = queue.SimpleQueue[_Arrived | BaseException]()
         self._mail: dict[tuple[_Kind, int], Any] = {}
         self._posted: dict[_Kind, int] = dict.fromkeys(_TAGS, 0)
@@ -207,8 +209,9 @@ class Pipeline:
                     file.write(json.dumps(record("task", span.begin + offset, **facts)) + "\n")
 
     def close(self) -> None:
-        """Wait until what was computed is sent, and end the sending thread. The communicator stays open."""
+        """Wait until what was computed is sent, and end the threads. The communicator stays open."""
         self._sender.shutdown(wait=True)
+        self._receiver.shutdown(wait=True)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -248,10 +251,7 @@ class Pipeline:
         """Go forward or backward with one micro-batch, and hand the result to the sending thread."""
         is_forward = task.kind == "forward"
         number = task.step * self.stages.micro_batches + task.micro_batch
-        arrived: Values = ()
-        if (wire := self._mail.pop(("carry" if is_forward else "cotangent", number), None)) is not None:
-            forms = self.stage.carry_in if is_forward else self.stage.cotangents_in
-            arrived = self.boundary.unpack(wire, forms, "forward" if is_forward else "backward")
+        arrived: Values = self._mail.pop(("carry" if is_forward else "cotangent", number), ())
         result = self.run.forward(task, arrived) if is_forward else self.run.backward(task, arrived)
         if self.spans is not None:
             for value in result:
@@ -331,23 +331,32 @@ class Pipeline:
             request.add_done_callback(partial(self._arrived, kind, number))
 
     def _arrived(self, kind: _Kind, number: int, request: Request[Any]) -> None:
-        self._arrivals.put(_Arrived(kind, number, request))
+        """A receive is over (in the port's thread, which must not wait)."""
+        with contextlib.suppress(RuntimeError):  # this stage has ended: nobody takes it any more
+            self._receiver.submit(self._decode, kind, number, request).add_done_callback(self._submitted)
+
+    def _decode(self, kind: _Kind, number: int, request: Request[Any]) -> None:
+        """Decode what has come (in the receiving thread), and hand it to the training thread."""
+        value = request.wait(0)
+        if kind != "loss":
+            self.statistics.bytes_received += self.boundary.nbytes(value)
+            forms = self.stage.carry_in if kind == "carry" else self.stage.cotangents_in
+            value = self.boundary.unpack(value, forms, "forward" if kind == "carry" else "backward")
+        self._arrivals.put(_Arrived(kind, number, value))
 
     def _take(self, arrived: _Arrived | BaseException) -> None:
         """Tell the machine of what has come. Raises what has failed meanwhile."""
         try:
             if isinstance(arrived, BaseException):
                 raise arrived
-            kind, number, request = arrived
-            value = request.wait(0)
         except PeerLost as error:
             error.add_note(self._awaited()[0])
             raise
+        kind, number, value = arrived
         self._taken[kind] += 1
         if kind == "loss":
             self._losses[number] = value
             return
-        self.statistics.bytes_received += self.boundary.nbytes(value)
         self._mail[kind, number] = value
         step, micro_batch = divmod(number, self.stages.micro_batches)
         if kind == "carry":
@@ -414,7 +423,7 @@ class Pipeline:
         terms = [bytes(one).rstrip(b"\0").decode() for one in self.comm.allgather(padded)]
         for rank, other in enumerate(terms):
             if other != terms[0]:
-                self._sender.shutdown()
+                self.close()
                 raise ConfigError(
                     f"the stages of a pipeline have different settings: {self._name(0)} has {terms[0]}, and "
                     f"{self._name(rank)} has {other}. Give all the same; another cut is another loss, model or batch"
