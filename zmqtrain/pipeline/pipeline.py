@@ -9,7 +9,7 @@
 
 Rule 1: rank r computes stage r. Carries and cotangents go from PC to PC, in the order of the micro-batches.
 Rule 2: the training thread never encodes, decodes or sends. A sending thread waits for a result, encodes it and sends
-it, while the next task computes; at most K_s results are with it. A receiving thread decodes what comes.
+it, while the next task computes; at most K_s results are with it. A receiving thread decodes arriving messages.
 Rule 3: receives are posted ahead, so that a carry travels while its receiver computes.
 Rule 4: each wait has an end, and its error names stage, micro-batch and peer.
 Rule 5: losses and parameters are those of `LocalPipeline` with the same codec, bit for bit.
@@ -336,7 +336,7 @@ class Pipeline:
             self._receiver.submit(self._decode, kind, number, request).add_done_callback(self._submitted)
 
     def _decode(self, kind: _Kind, number: int, request: Request[Any]) -> None:
-        """Decode what has come (in the receiving thread), and hand it to the training thread."""
+        """Decode a message (in the receiving thread), and hand it to the training thread."""
         value = request.wait(0)
         if kind != "loss":
             self.statistics.bytes_received += self.boundary.nbytes(value)
@@ -345,7 +345,7 @@ class Pipeline:
         self._arrivals.put(_Arrived(kind, number, value))
 
     def _take(self, arrived: _Arrived | BaseException) -> None:
-        """Tell the machine of what has come. Raises what has failed meanwhile."""
+        """Tell the machine of an arrival. Raises the error of a failed message."""
         try:
             if isinstance(arrived, BaseException):
                 raise arrived
