@@ -248,6 +248,7 @@ def _be_stage(plan: dict[str, Any], number: int) -> None:
     import jax.numpy as jnp
 
     import zmqtrain as zt
+    from zmqtrain.pipeline.schedule import Schedule
 
     row = Row(**plan["row"])
 
@@ -266,7 +267,7 @@ def _be_stage(plan: dict[str, Any], number: int) -> None:
     own = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), stages[number].own_shapes)
     hub = f"tcp://{plan['hub']}:{PORT}"
     with zt.Communicator.create(hub, row.stages, number, timeout_seconds=MEET_SECONDS) as comm:
-        pipeline = zt.Pipeline(comm, stages, own, schedule=row.schedule, depth=row.depth, codec=row.codec)
+        pipeline = zt.Pipeline(comm, stages, own, schedule=Schedule(row.schedule, row.depth), codec=row.codec)
         pipeline.run = Emulated(pipeline.run, row)  # type: ignore[assignment]
         comm.barrier()
         seconds, meter, waited, begun = list[float](), BusyMeter(), 0.0, 0.0

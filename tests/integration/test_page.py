@@ -11,7 +11,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +67,12 @@ class Page:
 
     def picture(self, name: str) -> None:
         self.driver.save_screenshot(str(self.folder / f"{name}.png"))
+
+    def wait_for_charts(self) -> None:
+        """Wait until each chart is as wide as its place."""
+        script = """return [...document.querySelectorAll('.js-plotly-plot')].every(
+            plot => Math.abs(plot._fullLayout.width - plot.clientWidth) <= 1)"""
+        self.wait(lambda: self.driver.execute_script(script))
 
     def text(self, selector: str) -> str:
         return str(self.driver.execute_script(
@@ -186,17 +191,17 @@ def test_a_broker_that_restarts_is_found_again_without_reloading(page: Page) -> 
         page.prefer("dark")
         page.wait(lambda: page.driver.execute_script("return document.documentElement.dataset.theme") == "dark")
         page.size(1280, 1500)
-        time.sleep(1.2)  # the picture is of the new size
+        page.wait_for_charts()
         page.picture("1280-dark-whole")
         page.size(400, 900)
         width = "return Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)"
         page.wait(lambda: page.driver.execute_script(width) <= 400)
         page.driver.execute_script("window.scrollTo(0, 0)")
-        time.sleep(1.2)
+        page.wait_for_charts()
         page.picture("400-dark")
         page.prefer("light")
         page.size(400, 3200)
-        time.sleep(1.2)
+        page.wait_for_charts()
         page.picture("400-light-whole")
         again.kill()
 

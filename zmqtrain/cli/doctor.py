@@ -28,7 +28,7 @@ from rich.table import Table
 from zmqtrain.cli.display import Terminal, format_bytes, log_to_stderr, plural
 from zmqtrain.cli.settings import Hub, HubOptions, command
 from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused
-from zmqtrain.core.installed import has_nvidia_driver, how_to_install, package_version
+from zmqtrain.core.installed import free_memory, has_nvidia_driver, how_to_install, package_version
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY
 from zmqtrain.planning.probe import LinkFigures, RoundTrips, measure_link
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
@@ -178,7 +178,7 @@ def look_at_machine(folder: Path) -> Machine:
     return Machine(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         load=os.getloadavg()[0],
-        free_memory_bytes=_free_memory(),
+        free_memory_bytes=free_memory(),
         free_disk_bytes=shutil.disk_usage(folder).free,
         devices=devices,
         devices_error=error,
@@ -209,14 +209,6 @@ def _ask_devices() -> tuple[tuple[dict[str, Any], ...] | None, str]:
         return None, f"jax does not start: {last[:200]}"
     except (ValueError, IndexError):
         return None, "jax starts, but does not say what it can train on"
-
-
-def _free_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _version_of(package: str) -> str | None:

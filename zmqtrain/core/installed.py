@@ -1,4 +1,4 @@
-"""How zmqtrain is installed here, in which version, and whether this PC has an NVIDIA driver.
+"""How zmqtrain is installed here, in which version, and what this PC has: an NVIDIA driver, free memory.
 
 Rule: what is said to type works as it is printed, in any folder; the project is in no package index.
 """
@@ -151,3 +151,12 @@ def how_to_install(extra: str = "") -> str:
     if folder is None:
         return f"in the folder of your clone of zmqtrain: {pip}"
     return f"cd {shlex.quote(str(folder))} && {pip}"
+
+
+def free_memory() -> int | None:
+    """Return how many bytes of this PC's memory a new process could have; None where the kernel does not say it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -18,7 +18,7 @@ import numpy as np
 
 from zmqtrain.codecs.base import CODECS, codec_from_spec
 from zmqtrain.codecs.codec import Codec
-from zmqtrain.codecs.payload import decode_payload, encode_payload
+from zmqtrain.codecs.payload import decode_payload, encode_payload, payload_size
 from zmqtrain.core.errors import ConfigError, NonFiniteDelta
 from zmqtrain.pipeline.stage import CarriedValue
 
@@ -87,6 +87,12 @@ class Boundary:
     def across(self, values: Values, forms: Sequence[CarriedValue], direction: Direction, what: str) -> Values:
         """Return what the next stage gets of these values: itself, where the codec changes nothing."""
         return values if self._exact else self.unpack(self.pack(values, forms, direction, what), forms, direction)
+
+    def wire_bytes(self, forms: Sequence[CarriedValue]) -> int:
+        """Return how many bytes values of these forms are on the wire."""
+        codec = self._codecs["forward"]
+        sizes = [payload_size((codec,), (prod(form.shape),)) if self._is_coded(form) else form.nbytes for form in forms]
+        return sum(sizes)
 
     def _is_coded(self, form: CarriedValue) -> bool:
         return form.has_cotangent and not self._exact and prod(form.shape) > 0

@@ -274,6 +274,33 @@ class Positions:
         cheapest = bisect_left(range(len(levels) - 1), True, key=is_even)
         return self._most_even(every[cost <= levels[cheapest]], count)[0]
 
+    def candidates(self, count: int, most: int) -> tuple[int, ...]:
+        """Return up to `most` positions, of which `count` are to be chosen: the marks if there are any, else positions
+        no dearer than the dearest that `choose` takes, with some work between them.
+
+        Raises ConfigError as `choose`.
+        """
+        chosen = self.choose(count)
+        if not chosen:
+            return ()
+        allowed = np.array(self.marks)
+        if not self.marks:
+            cost, every = self.carry_bytes + self.tied_bytes, np.arange(1, self.units)
+            cheap = every[cost[1 : self.units] <= cost[list(chosen)].max()]
+            allowed = self._apart(cheap, 1 / (2 * most), chosen)
+        return self._most_even(allowed, min(most, len(allowed)))[0]
+
+    def _apart(self, positions: Integers, least_work: float, kept: Sequence[int]) -> Integers:
+        """Return those of the positions that have so much work before them, back to the one before, and so much behind
+        them; and those that are to be kept."""
+        done = np.concatenate([[0.0], np.cumsum(self.work)])
+        found, since = list[int](), 0.0
+        for position in positions:
+            if position in kept or least_work <= done[position] - since <= 1 - least_work - since:
+                found.append(int(position))
+                since = done[position]
+        return np.array(found)
+
     def check_marks(self) -> None:
         """Raise ConfigError if there is no mark, or one that leaves a stage without work."""
         if not self.marks:

@@ -16,7 +16,7 @@ import optax
 from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.pipeline.boundary import Boundary
 from zmqtrain.pipeline.coupling import check_separable
-from zmqtrain.pipeline.schedule import Schedule, StageMachine, Task
+from zmqtrain.pipeline.schedule import Schedule, StageMachine, Task, steps_in_flight
 from zmqtrain.pipeline.split import Split
 from zmqtrain.pipeline.stage import Arrays
 from zmqtrain.pipeline.stage_run import StageRun
@@ -67,13 +67,7 @@ class LocalPipeline:
     def steps(self, batches: Iterable[Any]) -> Iterator[jax.Array]:
         """Train on batches, and yield the loss of each. Under `2bw` a step begins while the one before is in flight."""
         self.tasks = []
-        begun: list[int] = []
-        for batch in batches:
-            begun.append(self._begin(batch))
-            if len(begun) == self.schedule.versions_held:
-                yield self._finish(begun.pop(0))
-        for step in begun:
-            yield self._finish(step)
+        return steps_in_flight(self.schedule, batches, self._begin, self._finish)
 
     def params(self) -> Any:
         """Return the whole tree of the newest parameters."""

@@ -1,13 +1,18 @@
 """One stage of a pipeline on this PC; the other stages are the other ranks of a communicator.
 
-    stages = zt.split(loss_fn, shapes, batch, cuts=3, micro_batches=16)       # the same on all PCs
     with zt.Communicator.create("tcp://hub:5555", size=4) as comm:
-        own = stages[comm.rank].init(init_fn, jax.random.key(0))              # no PC has the whole model
-        pipeline = zt.Pipeline(comm, stages, own, optax.adamw(1e-3))
-        for batch in batches:                                                 # whole batches, the same on all PCs
+        pipeline = zt.Pipeline.create(comm, loss_fn, init_fn, optax.adamw(1e-3), batch, micro_batches=16)
+        print(pipeline.placement)                                   # which PC has what, and what is predicted
+        for batch in batches:                                       # whole batches, the same on all PCs
             loss = pipeline.step(batch)
 
-Rule 1: rank r computes stage r. Carries and cotangents go from PC to PC, in the order of the micro-batches.
+or, with cuts of one's own:
+
+    stages = zt.split(loss_fn, shapes, batch, cuts=3, micro_batches=16)
+    own = stages[comm.rank].init(init_fn, jax.random.key(0))        # no PC has the whole model
+    pipeline = zt.Pipeline(comm, stages, own, optax.adamw(1e-3))
+
+Rule 1: each rank computes one stage. Carries and cotangents go from PC to PC, in the order of the micro-batches.
 Rule 2: the training thread never encodes, decodes or sends. A sending thread waits for a result, encodes it and sends
 it, while the next task computes; at most K_s results are with it. A receiving thread decodes arriving messages.
 Rule 3: receives are posted ahead, so that a carry travels while its receiver computes.
@@ -23,7 +28,7 @@ import json
 import logging
 import queue
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -41,10 +47,20 @@ from zmqtrain.core.errors import CollectiveTimeout, ConfigError, PeerLost, ZmqTr
 from zmqtrain.monitor.records import record
 from zmqtrain.pipeline.boundary import Boundary, Values
 from zmqtrain.pipeline.coupling import check_separable
-from zmqtrain.pipeline.schedule import NO_MICRO_BATCH, Depth, Schedule, ScheduleName, StageMachine, Task
-from zmqtrain.pipeline.split import Split
+from zmqtrain.pipeline.placement import Placement, place
+from zmqtrain.pipeline.schedule import (
+    NO_MICRO_BATCH,
+    Schedule,
+    ScheduleName,
+    StageMachine,
+    Task,
+    as_schedule,
+    steps_in_flight,
+)
+from zmqtrain.pipeline.split import MicroBatches, Split
 from zmqtrain.pipeline.stage import HeldLeaf
 from zmqtrain.pipeline.stage_run import StageRun
+from zmqtrain.pipeline.trace import Loss
 from zmqtrain.train.leaves import describe_tree
 
 logger = logging.getLogger(__name__)
@@ -90,15 +106,19 @@ class _Arrived(NamedTuple):
 class Pipeline:
     """The stage of this PC. All ranks make one, with the same stages and settings, and call the same methods.
 
-    comm: as many ranks as there are stages; the caller closes it.  own: the stage's own parameters
-    (`stages[comm.rank].init`, or `.own` of a whole tree).  optimizer: of the own parameters; None: they stay.
-    schedule, depth: "1f1b", "gpipe" or "2bw", and "eager" or "textbook".  codec: of what travels: "bf16", "int8",
-    "int4", or "float32", which changes nothing.  timeout_seconds: of each wait; None: the communicator's.
-    recorded: keep `spans`, each task and each wait with its times; a task then ends when its result is computed.
+    comm: as many ranks as there are stages; the caller closes it, and its timeout is that of each wait.
+    own: the stage's own parameters (`stages[comm.rank].init`, or `.own` of a whole tree).  optimizer: of the own
+    parameters; None: they stay.  schedule: "1f1b", "gpipe", "2bw", or a `Schedule`.  codec: of what travels: "bf16",
+    "int8", "int4", or "float32", which changes nothing.  ranks: of each stage, the rank that computes it; None: stage r
+    is at rank r.  recorded: keep `spans`, each task and each wait with its times; a task then ends when its result is
+    computed.
 
     Raises ConfigError for another number of ranks, for settings in which the ranks differ, for an optimizer that looks
     at several leaves at once, and as `Split` and `Schedule` do.
     """
+
+    placement: Placement | None = None
+    """The plan, if `create` has made one."""
 
     def __init__(
         self,
@@ -107,10 +127,9 @@ class Pipeline:
         own: Any,
         optimizer: optax.GradientTransformation | None = None,
         *,
-        schedule: ScheduleName = "1f1b",
-        depth: Depth = "eager",
+        schedule: ScheduleName | Schedule = "1f1b",
         codec: str = "bf16",
-        timeout_seconds: float | None = None,
+        ranks: Sequence[int] | None = None,
         recorded: bool = False,
     ) -> None:
         if comm.size != len(stages):
@@ -120,15 +139,18 @@ class Pipeline:
             )
         if optimizer is not None:
             check_separable(optimizer, stages.traced.params)
-        self.comm, self.stages, self.stage = comm, stages, stages[comm.rank]
-        self.schedule, self.boundary = Schedule(schedule, depth), Boundary(codec)
-        self.timeout_seconds = comm.timeout_seconds if timeout_seconds is None else timeout_seconds
-        self.run = StageRun(self.stage, own, stages.micro_batches, optimizer)
+        self.ranks = tuple(range(comm.size)) if ranks is None else tuple(ranks)
+        if sorted(self.ranks) != list(range(comm.size)):
+            raise ConfigError(f"ranks names each rank from 0 to {comm.size - 1} once, got {list(self.ranks)}")
+        self.comm, self.stages, self.stage = comm, stages, stages[self.ranks.index(comm.rank)]
+        self.schedule, self.boundary = as_schedule(schedule), Boundary(codec)
+        own = jax.tree.map(jnp.array, own)  # a copy, for the updates are in place
+        self.run = StageRun(self.stage, own, stages.micro_batches, optimizer, in_place=self.schedule.flushes)
         """What computes; it knows no wire."""
         self.statistics = PipelineStatistics()
         self.spans: list[Span] | None = [] if recorded else None
         """Tasks and waits so far, if they are recorded."""
-        self._machine = StageMachine(self.schedule, comm.rank, comm.size, stages.micro_batches)
+        self._machine = StageMachine(self.schedule, self.stage.number, comm.size, stages.micro_batches)
         self._sender = ThreadPoolExecutor(1, "zmqtrain-pipeline-sender")
         self._receiver = ThreadPoolExecutor(1, "zmqtrain-pipeline-receiver")
         self._arrivals = queue.SimpleQueue[_Arrived | BaseException]()
@@ -138,6 +160,49 @@ class Pipeline:
         self._steps, self._updated = 0, 0
         self._losses: dict[int, float] = {}
         self._check_terms()
+
+    @classmethod
+    def create(
+        cls,
+        comm: Communicator,
+        loss_fn: Loss,
+        init_fn: Callable[[Any], Any],
+        optimizer: optax.GradientTransformation | None,
+        batch: Any,
+        *,
+        micro_batches: int,
+        key: Any = None,
+        uncut: Collection[str] = (),
+        memory_bytes: int | None = None,
+        **settings: Any,
+    ) -> Pipeline:
+        """Measure the segments of a loss on all PCs of a communicator, cut it by the plan that this gives, make the own
+        parameters, and return the pipeline. All ranks call it, with the same arguments but `memory_bytes`.
+
+        loss_fn(params, batch) -> a scalar.  init_fn(key) -> the parameters; it is compiled for the own leaves only.
+        batch: a whole batch, or shapes.  key: `jax.random.key(0)` if None.  memory_bytes: what a stage may use on this
+        PC; None: nine tenths of what its card has, or of what is free.  settings: as of `Pipeline`.
+        Raises DoesNotFit if these PCs cannot hold the model, ConfigError as `split` and `Pipeline`.
+        """
+        first = jax.random.key(0) if key is None else key
+        batches = MicroBatches(jax.eval_shape(lambda tree: tree, batch), micro_batches, frozenset(uncut))
+        schedule = as_schedule(settings.pop("schedule", "1f1b"))
+        placement = place(
+            comm,
+            loss_fn,
+            jax.eval_shape(init_fn, first),
+            optimizer,
+            batches,
+            schedule=schedule,
+            boundary=Boundary(settings.get("codec", "bf16")),
+            memory_bytes=memory_bytes,
+        )
+        number = placement.ranks.index(comm.rank)
+        logger.info("%s", placement)
+        own = placement.stages[number].init(init_fn, first)
+        pipeline = cls(comm, placement.stages, own, optimizer, schedule=schedule, ranks=placement.ranks, **settings)
+        pipeline.placement = placement
+        return pipeline
 
     # ------------------------------------------------------------------ training
 
@@ -153,17 +218,11 @@ class Pipeline:
     def steps(self, batches: Iterable[Any]) -> Iterator[float]:
         """Train on whole batches, and yield the loss of each. Under `2bw` a step begins while the one before is in
         flight, and its update is used from the step after the next on."""
-        begun: list[int] = []
-        for batch in batches:
-            begun.append(self._begin(batch))
-            if len(begun) == self.schedule.versions_held:
-                yield self._finish(begun.pop(0))
-        for step in begun:
-            yield self._finish(step)
+        return steps_in_flight(self.schedule, batches, self._begin, self._finish)
 
     @property
     def own(self) -> Any:
-        """The newest version of this stage's own parameters."""
+        """The newest version of this stage's own parameters, valid until the next step: copy what you keep."""
         return self.run.own
 
     def gather(self, root: int = 0) -> Any:
@@ -171,11 +230,11 @@ class Pipeline:
         others. All ranks call it, between steps."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self.own)]
         if self.comm.rank != root:
-            self.comm.send(leaves, root, _TAGS["own"], timeout_seconds=self.timeout_seconds)
+            self.comm.send(leaves, root, _TAGS["own"])
             return None
         trees = []
-        for rank, stage in enumerate(self.stages):
-            sent = leaves if rank == root else self._receive(rank, "own")
+        for stage in self.stages:
+            sent = leaves if stage is self.stage else self._receive(stage.number, "own")
             trees.append(jax.tree.unflatten(jax.tree.structure(stage.own_shapes), sent))
         return jax.tree.map(np.asarray, self.stages.gather(trees))
 
@@ -184,15 +243,15 @@ class Pipeline:
         All ranks call it, between steps. `zt.load_model` reads it. Raises CheckpointError at the root."""
         own = jax.tree.leaves(self.own)
         if self.comm.rank != root:
-            for place, _ in _written(self.stages, self.comm.rank):
-                values = np.asarray(own[place], np.float32)
-                self.comm.send(values, root, _TAGS["own"], timeout_seconds=self.timeout_seconds)
+            for position, _ in _written(self.stages, self.stage.number):
+                self.comm.send(np.asarray(own[position], np.float32), root, _TAGS["own"])
             return
         spec = tuple(describe_tree(self.stages.traced.params))
         with write_model_in_parts(Path(path), spec) as write:
-            for rank in range(self.comm.size):
-                for place, leaf in _written(self.stages, rank):
-                    values = np.asarray(own[place], np.float32) if rank == root else self._receive(rank, "own")
+            for stage in self.stages:
+                for position, leaf in _written(self.stages, stage.number):
+                    is_own = stage is self.stage
+                    values = np.asarray(own[position], np.float32) if is_own else self._receive(stage.number, "own")
                     write(leaf.whole.path, 0 if leaf.rows is None else leaf.rows.start, values)
 
     def write_record(self, path: str | Path) -> None:
@@ -264,8 +323,8 @@ class Pipeline:
         gradients = self.run.take_gradients(task.step)
         if self.stage.is_last:
             loss = self._losses[task.step] = float(self.run.take_loss(task.step))
-            for rank in range(self.comm.size - 1):
-                self._submit(self._send, "loss", rank, loss)
+            for stage in range(self.stage.number):
+                self._submit(self._send, "loss", stage, loss)
         if others := self.stages.tied_with(self.stage.number):
             own = self.stages.tied_parts(self.stage.number, gradients)
             parts = {self.stage.number: {number: np.asarray(part) for number, part in own.items()}}
@@ -297,13 +356,13 @@ class Pipeline:
     def _send_result(self, task: Task, receiver: int, result: Values) -> None:
         kind: _Kind = "carry" if task.kind == "forward" else "cotangent"
         forms = self.stage.carry_out if kind == "carry" else self.stage.cotangents_out
-        what = f"the {kind} of micro-batch {task.micro_batch} of step {task.step} from {self._name(self.comm.rank)}"
+        what = f"the {kind} of micro-batch {task.micro_batch} of step {task.step} from {self._name(self.stage.number)}"
         wire = self.boundary.pack(result, forms, "forward" if kind == "carry" else "backward", what)
         self.statistics.bytes_sent += self.boundary.nbytes(wire)
         self._send(kind, receiver, wire)
 
-    def _send(self, kind: _Kind, to: int, values: Any) -> None:
-        request = self.comm.isend(values, to, _TAGS[kind], timeout_seconds=self.timeout_seconds)
+    def _send(self, kind: _Kind, stage: int, values: Any) -> None:
+        request = self.comm.isend(values, self.ranks[stage], _TAGS[kind])
         request.add_done_callback(self._sent)
 
     def _sent(self, request: Request[Any]) -> None:
@@ -323,11 +382,11 @@ class Pipeline:
             self._post("cotangent", number + 1, min(micro_batches, self._taken["cotangent"] + _AHEAD))
             self._post("loss", self.comm.size - 1, self._steps)
 
-    def _post(self, kind: _Kind, source: int, most: int) -> None:
+    def _post(self, kind: _Kind, stage: int, most: int) -> None:
         while self._posted[kind] < most:
             number = self._posted[kind]
             self._posted[kind] += 1
-            request = self.comm.irecv(source, _TAGS[kind])
+            request = self.comm.irecv(self.ranks[stage], _TAGS[kind])
             request.add_done_callback(partial(self._arrived, kind, number))
 
     def _arrived(self, kind: _Kind, number: int, request: Request[Any]) -> None:
@@ -370,16 +429,16 @@ class Pipeline:
         begun, said = time.monotonic(), False
         try:
             while True:
-                left = begun + self.timeout_seconds - time.monotonic()
+                left = begun + self.comm.timeout_seconds - time.monotonic()
                 try:
                     arrived = self._arrivals.get(timeout=max(0.0, left if said else min(left, _SAY_SECONDS)))
                     break
                 except queue.Empty:
                     waiting, ranks = self._awaited()
-                    if time.monotonic() >= begun + self.timeout_seconds:
+                    if time.monotonic() >= begun + self.comm.timeout_seconds:
                         raise CollectiveTimeout(
-                            f"{waiting}, and nothing came for {self.timeout_seconds:g} s: is that process stuck, or "
-                            "does it not train on as many batches?",
+                            f"{waiting}, and nothing came for {self.comm.timeout_seconds:g} s: is that process stuck, "
+                            "or does it not train on as many batches?",
                             ranks,
                         ) from None
                     logger.warning("%s (%.0f s so far)", waiting, time.monotonic() - begun)
@@ -396,15 +455,16 @@ class Pipeline:
         if not awaited:
             last = self.comm.size - 1
             words = f"stage {self.stage.number} waits for the loss of step {self._taken['loss']} from stage {last}"
-            return f"{words} ({self._name(last)})", (last,)
+            return f"{words} ({self._name(last)})", (self.ranks[last],)
         words = "; ".join(f"{one} ({self._name(one.sender)})" for one in awaited)
-        return words, tuple(one.sender for one in awaited)
+        return words, tuple(self.ranks[one.sender] for one in awaited)
 
-    def _receive(self, source: int, kind: _Kind) -> Any:
-        return self.comm.recv(source, _TAGS[kind], timeout_seconds=self.timeout_seconds)
+    def _receive(self, stage: int, kind: _Kind) -> Any:
+        return self.comm.recv(self.ranks[stage], _TAGS[kind])
 
-    def _name(self, rank: int) -> str:
-        return self.comm.names[rank]
+    def _name(self, stage: int) -> str:
+        """Return the name of the PC that computes a stage."""
+        return self.comm.names[self.ranks[stage]]
 
     def _note(self, span: Span) -> None:
         if self.spans is not None:
@@ -415,28 +475,28 @@ class Pipeline:
         cut = hashlib.sha256(str(self.stages).encode() + str(self.stages.batches.batch).encode()).hexdigest()[:12]
         own = (
             f"schedule {self.schedule.name}, depth {self.schedule.depth}, codec {self.boundary.codec}, "
-            f"{self.stages.micro_batches} micro-batches, cut {cut}"
+            f"{self.stages.micro_batches} micro-batches, cut {cut}, stages at {' '.join(map(str, self.ranks))}"
         )
         padded = np.zeros(_TERMS_BYTES, np.uint8)
         encoded = own.encode()[:_TERMS_BYTES]
         padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
         terms = [bytes(one).rstrip(b"\0").decode() for one in self.comm.allgather(padded)]
-        for rank, other in enumerate(terms):
+        for name, other in zip(self.comm.names, terms, strict=True):
             if other != terms[0]:
                 self.close()
                 raise ConfigError(
-                    f"the stages of a pipeline have different settings: {self._name(0)} has {terms[0]}, and "
-                    f"{self._name(rank)} has {other}. Give all the same; another cut is another loss, model or batch"
+                    f"the stages of a pipeline have different settings: {self.comm.names[0]} has {terms[0]}, and "
+                    f"{name} has {other}. Give all the same; another cut is another loss, model or batch"
                 )
 
 
-def _written(stages: Split, rank: int) -> Iterator[tuple[int, HeldLeaf]]:
+def _written(stages: Split, number: int) -> Iterator[tuple[int, HeldLeaf]]:
     """The leaves that a stage writes to a model file, and their places in its tree: of tied rows, the first stage's."""
     before: dict[int, list[HeldLeaf]] = {}
-    for stage in stages[:rank]:
+    for stage in stages[:number]:
         for leaf in stage.held:
             before.setdefault(leaf.number, []).append(leaf)
-    for place, leaf in enumerate(stages[rank].held):
+    for position, leaf in enumerate(stages[number].held):
         others = before.get(leaf.number, [])
         if not any(one.rows is None or one.rows == leaf.rows for one in others):
-            yield place, leaf
+            yield position, leaf

@@ -13,8 +13,10 @@ Source: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream: 1F
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 
@@ -22,6 +24,8 @@ ScheduleName = Literal["gpipe", "1f1b", "2bw"]
 Depth = Literal["eager", "textbook"]
 TaskKind = Literal["forward", "backward", "update"]
 AwaitedKind = Literal["batch", "carry", "cotangent"]
+
+Loss = TypeVar("Loss")
 
 NO_MICRO_BATCH = -1
 """The micro-batch of an update and of an awaited batch, which belong to a whole step."""
@@ -252,6 +256,25 @@ class StageMachine:
 
     def _await(self, kind: AwaitedKind, number: int, sender: int) -> Awaited:
         return Awaited(kind, *divmod(number, self.micro_batches), self.stage, sender)
+
+
+def as_schedule(schedule: ScheduleName | Schedule) -> Schedule:
+    """Return a schedule, given it or its name. Raises ConfigError for a name that is none."""
+    return schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+
+
+def steps_in_flight(
+    schedule: Schedule, batches: Iterable[Any], begin: Callable[[Any], int], finish: Callable[[int], Loss]
+) -> Iterator[Loss]:
+    """Begin a step for each batch, as many at once as the schedule holds versions; yield what `finish` gives of each,
+    in their order."""
+    begun = deque[int]()
+    for batch in batches:
+        begun.append(begin(batch))
+        if len(begun) == schedule.versions_held:
+            yield finish(begun.popleft())
+    while begun:
+        yield finish(begun.popleft())
 
 
 def check_micro_batches(micro_batches: int, stages: int) -> None:

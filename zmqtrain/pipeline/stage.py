@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -175,6 +175,18 @@ class Stage:
         return f"stage {self.number} of {self.stages}: {', '.join(leaf.name for leaf in self.held) or 'no parameters'}"
 
     # ------------------------------------------------------------------ compiled
+
+    def compile(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+        """Return its forward and its backward pass, compiled, without computing them. They take arguments as `forward`
+        and `backward` do, and give (carry), and (loss of the last stage, gradients, cotangents)."""
+        own = self.own_shapes
+        inputs = self.jaxpr.in_avals[len(self.held) :]
+        data, carry, cotangents = (
+            tuple(jax.eval_shape(partial(jnp.zeros, form.shape, form.dtype)) for form in forms)
+            for forms in (inputs[: len(self.data)], self.carry_in, self.cotangents_in)
+        )
+        backward = self._backward.lower(own, data, carry, own, cotangents)
+        return self._forward.lower(own, data, carry).compile(), backward.compile()
 
     @cached_property
     def _forward(self) -> Any:

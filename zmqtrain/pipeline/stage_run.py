@@ -21,7 +21,8 @@ class StageRun:
     """A stage that trains.
 
     stage, own: the stage, and its own parameters.  micro_batches: of each step.  optimizer: of the own parameters;
-    None: they stay.  first_step: with which it begins; the parameters hold so many updates.
+    None: they stay.  in_place: an update makes the next version in the memory of the last, which nobody else may use
+    then; so it may not be with a schedule that holds two versions.
     """
 
     def __init__(
@@ -30,11 +31,11 @@ class StageRun:
         own: Any,
         micro_batches: int,
         optimizer: optax.GradientTransformation | None = None,
-        first_step: int = 0,
+        in_place: bool = False,
     ) -> None:
-        self.stage, self.micro_batches, self.optimizer = stage, micro_batches, optimizer
+        self.stage, self.micro_batches, self.optimizer, self.in_place = stage, micro_batches, optimizer, in_place
         self.optimizer_state = None if optimizer is None else optimizer.init(own)
-        self._versions = {first_step: own}
+        self._versions = {0: own}
         self._data: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._kept: dict[tuple[int, int], Arrays] = {}
         self._gradients: dict[int, Any] = {}
@@ -91,7 +92,8 @@ class StageRun:
 
     def update(self, version: int, gradients: Any) -> None:
         """Apply the gradient of a step: version `version` + 1 of the parameters is made of the newest, `version`.
-        Without an optimizer they are the same; with one, the gradient is consumed: its memory becomes theirs."""
+        Without an optimizer they are the same; with one, the memory of the old parameters, or else that of the gradient,
+        becomes theirs."""
         own = self._versions[version]
         if self.optimizer is not None:
             own, self.optimizer_state = self._updated(own, gradients, self.optimizer_state)
@@ -114,4 +116,4 @@ class StageRun:
             updates, state = optimizer.update(gradients, state, own)
             return optax.apply_updates(own, updates), state
 
-        return jax.jit(updated, donate_argnums=(1, 2))
+        return jax.jit(updated, donate_argnums=(0, 2) if self.in_place else (1, 2))

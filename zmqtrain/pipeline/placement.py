@@ -1,0 +1,221 @@
+"""Which PC of a communicator computes which stage: each PC measures the segments of the loss, and all make one plan.
+
+Rule 1: the segments lie between places where few bytes travel, or between the marks. Each PC computes each of them
+forward and backward, compiled as in the run, with values of its own making; segments that are alike are measured once.
+Rule 2: the plan is `partition`'s, of one pipeline of all PCs: the slow PC gets fewer segments, the small one those that
+it can hold. All PCs plan with the same figures, so all have the same plan, and nobody has to be told of it.
+Rule 3: what a stage holds is counted, and what its backward pass needs besides is what the compiler says.
+Source: Zheng et al. 2022 (Alpa), sec. 5 and 6.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zmqtrain.collectives.communicator import Communicator
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.installed import free_memory
+from zmqtrain.pipeline.boundary import Boundary
+from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
+from zmqtrain.pipeline.partition import PlannedPipeline, partition
+from zmqtrain.pipeline.schedule import Schedule
+from zmqtrain.pipeline.split import MicroBatches, Split, positions_of, split
+from zmqtrain.pipeline.stage import Stage
+from zmqtrain.pipeline.trace import Loss
+from zmqtrain.train.step import card_bytes
+from zmqtrain.transport.memory import LinkModel
+
+SEGMENTS_PER_PC = 6
+"""So many segments a PC are measured where there are no marks."""
+PASSES = 3
+"""A segment's passes are timed so often; the median counts."""
+MEMORY_SHARE = 0.9
+"""Of a card's memory, or of a PC's free memory, what a stage may use."""
+FILLING = 0.01
+"""Parameters and activations have this value while a segment is measured."""
+
+
+class SegmentFigures(NamedTuple):
+    """What one PC measured of one segment. activation_bytes: what its backward pass needs for itself."""
+
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Stages, and who computes them. ranks: of each stage, that of its PC.  segments: what was measured and counted of
+    each.  plan: what is predicted; its stages count segments."""
+
+    stages: Split
+    ranks: tuple[int, ...]
+    segments: tuple[SegmentCost, ...]
+    plan: PlannedPipeline
+
+    def __str__(self) -> str:
+        plan = self.plan
+        lines = [f"a step of {plan.micro_batches} micro-batches takes {plan.step_seconds:.3g} s, efficiency "
+                 f"{plan.efficiency:.2f}"]  # fmt: skip
+        for number, stage in enumerate(plan.stages):
+            held = ", ".join(leaf.name for leaf in self.stages[number].held[:3])
+            lines.append(
+                f"stage {number} at {stage.pc}: {stage.end - stage.begin} of {len(self.segments)} segments, "
+                f"{1e3 * stage.seconds:.3g} ms a micro-batch, {stage.memory_bytes / 1e6:.4g} MB ({held}, ...)"
+            )
+        return "\n".join(lines)
+
+
+def place(
+    comm: Communicator,
+    loss_fn: Loss,
+    params: Any,
+    optimizer: optax.GradientTransformation | None,
+    batches: MicroBatches,
+    *,
+    schedule: Schedule,
+    boundary: Boundary,
+    memory_bytes: int | None = None,
+    link: LinkModel | None = None,
+) -> Placement:
+    """Measure the segments of a loss on all PCs of a communicator, and return the plan. All ranks call it.
+
+    params: shapes of the whole tree (`jax.eval_shape`).  batches: the form of a batch, and how it is cut.
+    memory_bytes: what a stage may use here; None: most of the card's memory, or of what is free.  link: of each port.
+    Raises ConfigError for a loss with fewer segments than PCs, DoesNotFit on all ranks where the PCs cannot hold it.
+    """
+    segments = cut_into_segments(loss_fn, params, batches, comm.size)
+    own = [*(figure for one in measure(segments) for figure in one), float(memory_bytes or usable_memory())]
+    told = comm.allgather(np.array(own))
+    names = [f"{name} ({rank})" if comm.names.count(name) > 1 else name for rank, name in enumerate(comm.names)]
+    figures = {name: [SegmentFigures(*row) for row in one[:-1].reshape(-1, 3)]
+               for name, one in zip(names, told, strict=True)}  # fmt: skip
+    pcs = [PC(name=name, memory_bytes=int(one[-1])) for name, one in zip(names, told, strict=True)]
+    costs = costs_of(segments, figures, optimizer, boundary)
+    plan = partition(
+        costs, pcs, batches.count, schedule=schedule.name, link=link, pcs_per_pipeline=comm.size
+    ).pipelines[0]
+    positions = [segments.cuts[stage.begin - 1].position for stage in plan.stages[1:]]
+    stages = split(loss_fn, params, batches.batch, positions, micro_batches=batches.count, uncut=batches.uncut)
+    ranks = tuple(names.index(stage.pc) for stage in plan.stages)
+    return Placement(stages=stages, ranks=ranks, segments=tuple(costs), plan=plan)
+
+
+def cut_into_segments(loss_fn: Loss, params: Any, batches: MicroBatches, pcs: int) -> Split:
+    """Cut a loss at each mark, or at up to SEGMENTS_PER_PC places for each PC that are as cheap as those for whole
+    stages. Raises ConfigError if there are fewer segments than PCs."""
+    positions = positions_of(loss_fn, params, batches.form())
+    chosen = positions.candidates(pcs - 1, SEGMENTS_PER_PC * pcs - 1)
+    return split(loss_fn, params, batches.batch, chosen, micro_batches=batches.count, uncut=batches.uncut)
+
+
+def costs_of(
+    segments: Split,
+    figures: dict[str, list[SegmentFigures]],
+    optimizer: optax.GradientTransformation | None,
+    boundary: Boundary,
+) -> list[SegmentCost]:
+    """Return the costs of segments. figures: by PC, what it measured of each."""
+    costs = []
+    for number, segment in enumerate(segments):
+        shared = [one for one in segments.tied if number in one.stages]
+        parameters, held = segment.parameter_bytes, held_bytes(segment, optimizer)
+        more = held / parameters if parameters else 0.0
+        tied = sum(one.nbytes for one in shared)
+        costs.append(
+            SegmentCost(
+                name=", ".join(leaf.name for leaf in segment.held) or f"segment {number}",
+                forward_seconds={pc: found[number].forward_seconds for pc, found in figures.items()},
+                backward_seconds={pc: found[number].backward_seconds for pc, found in figures.items()},
+                parameter_bytes=parameters - tied,
+                held_bytes=int(held - more * tied),
+                carry_bytes=sum(value.nbytes for value in segment.carry_out if not segment.is_last),
+                wire_bytes=0 if segment.is_last else boundary.wire_bytes(segment.carry_out),
+                activation_bytes=int(max(found[number].activation_bytes for found in figures.values())),
+                tied=tuple(
+                    TiedLeaf(
+                        name=f"{one.path}[{one.rows.start}:{one.rows.stop}]",
+                        parameter_bytes=one.nbytes,
+                        held_bytes=int(more * one.nbytes),
+                    )
+                    for one in shared
+                ),
+            )
+        )
+    return costs
+
+
+def held_bytes(stage: Stage, optimizer: optax.GradientTransformation | None) -> int:
+    """Return the bytes of a stage's parameters, their gradients and its optimizer's state."""
+    state = () if optimizer is None else jax.eval_shape(optimizer.init, stage.own_shapes)
+    return 2 * stage.parameter_bytes + _bytes_of(state)
+
+
+def usable_memory() -> int:
+    """Return what a stage may use of this PC: of its card's memory, or of what is free. Raises ConfigError if neither
+    is known."""
+    if (known := card_bytes() or free_memory()) is None:
+        raise ConfigError("this PC does not say how much memory it has: say it (memory_bytes=6_000_000_000)")
+    return int(MEMORY_SHARE * known)
+
+
+# ---------------------------------------------------------------------- what is measured
+
+
+def measure(segments: Sequence[Stage]) -> list[SegmentFigures]:
+    """Compute each segment here, forward and backward, and return what that took. Segments that are alike, as the
+    layers of a transformer are, are computed once."""
+    known: dict[str, SegmentFigures] = {}
+    found = []
+    for segment in segments:
+        kind = f"{segment.is_last} {segment.jaxpr.jaxpr}"
+        if kind not in known:
+            known[kind] = _measure(segment)
+        found.append(known[kind])
+    return found
+
+
+def _measure(segment: Stage) -> SegmentFigures:
+    forward, backward = segment.compile()
+    inputs = segment.jaxpr.in_avals[len(segment.held) :][: len(segment.data)]
+    own = jax.tree.map(_filled, segment.own_shapes)
+    data, carry, cotangents = (
+        tuple(map(_filled, forms)) for forms in (inputs, segment.carry_in, segment.cotangents_in)
+    )
+    seconds = []
+    gradients = segment.zero_gradients()
+    for _ in range(1 + PASSES):
+        begun = time.perf_counter()
+        _wait_for(forward(own, data, carry))
+        between = time.perf_counter()
+        result = _wait_for(backward(own, data, carry, gradients, cotangents))
+        gradients = result[1]
+        seconds.append((between - begun, time.perf_counter() - between))
+    forward_seconds, backward_seconds = (statistics.median(column) for column in zip(*seconds[1:], strict=True))
+    said = backward.memory_analysis()
+    return SegmentFigures(forward_seconds, backward_seconds, float(0 if said is None else said.temp_size_in_bytes))
+
+
+def _wait_for(result: Any) -> Any:
+    for leaf in jax.tree.leaves(result):
+        leaf.block_until_ready()
+    return result
+
+
+def _filled(form: Any) -> jax.Array:
+    """Return an array, or random keys, of a form; all values are alike."""
+    is_real = jnp.issubdtype(form.dtype, jnp.inexact)
+    return jnp.full(form.shape, FILLING, form.dtype) if is_real else jnp.zeros(form.shape, form.dtype)
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(int(leaf.size) * int(jnp.dtype(leaf.dtype).itemsize) for leaf in jax.tree.leaves(tree))
