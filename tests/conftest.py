@@ -26,6 +26,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.grids import AT_NIGHT, examples
+
 PROGRAMS = tuple(
     f"integration/test_{name}.py"
     for name in ("commands", "devices", "examples", "pages", "mistakes", "export", "stop", "doctor", "ray")
@@ -58,10 +60,6 @@ HERE = Path(__file__).parent
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
 COMPILED_HERE = pytest.StashKey[str]()
 
-# how long an example takes on a machine that others use says nothing of what it tests
-settings.register_profile("zmqtrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("zmqtrain")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run whole benches, pages and grids, too")
@@ -78,6 +76,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, handler in handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    if config.getoption("--nightly"):
+        os.environ[AT_NIGHT] = "1"
+    # how long an example takes on a machine that others use says nothing of what it tests
+    settings.register_profile(
+        "zmqtrain", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples(100)
+    )
+    settings.load_profile("zmqtrain")
     if COMPILED not in os.environ:  # a worker has that of who started it
         config.stash[COMPILED_HERE] = os.environ[COMPILED] = tempfile.mkdtemp(prefix="zmqtrain-compiled-")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

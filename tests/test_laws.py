@@ -15,6 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.fixed import fixed_run
+from tests.grids import examples
 from tests.ledger_world import live_world
 from tests.numpy_node import BULK
 from zmqtrain.broker.checkpoint import RunFolder
@@ -105,7 +106,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=150, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+@settings(max_examples=examples(150), derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
 @given(
     run=SETTINGS,
     nodes=st.integers(1, 4),
@@ -140,7 +141,7 @@ class Fickle:
         )
 
 
-@settings(max_examples=80, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+@settings(max_examples=examples(80), derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
 @given(
     release=st.sampled_from(RELEASES),
     fragments=st.sampled_from([AUTO_FRAGMENTS, 1, 3]),
@@ -219,7 +220,7 @@ def test_a_hub_that_comes_back_without_a_schedule_that_nodes_know_takes_their_de
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-@settings(max_examples=12, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+@settings(max_examples=examples(12), derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
 @given(
     run=SETTINGS,
     nodes=st.integers(1, 3),

@@ -30,7 +30,20 @@ FLOORS = {
 }
 """First part of a file's path: (room, floor). A file imports from lower floors and from its own room."""
 
-PIPELINE = ("marks", "trace", "local_values", "cuts", "split", "stage", "stage_run", "local", "coupling", "pipeline")
+PIPELINE = (
+    "marks",
+    "trace",
+    "local_values",
+    "cuts",
+    "split",
+    "stage",
+    "stage_run",
+    "local",
+    "coupling",
+    "pipeline",
+    "placement",
+    "elastic",
+)
 """Files of pipeline/ that trace, cut or compute a loss; its schedules and its partition are pure."""
 JAX_ROOMS = (
     *("train/*", "programs/*", "codecs/*_jax.py", "sim/program.py", "synchronous/tensor.py"),

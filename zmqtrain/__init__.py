@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zmqtrain.node.node import Node
     from zmqtrain.parameter_server.parameter_client import ParameterClient
     from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
+    from zmqtrain.pipeline.elastic import ElasticPipeline
     from zmqtrain.pipeline.marks import stage_end
     from zmqtrain.pipeline.partition import partition
     from zmqtrain.pipeline.pipeline import Pipeline
@@ -78,6 +79,7 @@ __all__ = [
     "Engine",
     "TensorParallel",
     "Pipeline",
+    "ElasticPipeline",
     "partition",
     "SegmentCost",
     "TiedLeaf",
@@ -113,6 +115,7 @@ _HOMES = {
     "load_model": "zmqtrain.models",
     "save_model": "zmqtrain.models",
     "ParameterClient": "zmqtrain.parameter_server.parameter_client",
+    "ElasticPipeline": "zmqtrain.pipeline.elastic",
     "Pipeline": "zmqtrain.pipeline.pipeline",
     "partition": "zmqtrain.pipeline.partition",
     "SegmentCost": "zmqtrain.pipeline.costs",

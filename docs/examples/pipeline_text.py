@@ -4,16 +4,15 @@
     zmqtrain-broker                                                  # or by hand: on the hub,
     python pipeline_text.py tcp://hub:5555 --keys ~/lab.key_secret   # and on each of three PCs
 
-Each process makes its own parameters, reads its own part of each batch, and saves its share of the model into one file
-at the first PC. The tasks of each stage are written to pipeline-STAGE.jsonl, which `zmqtrain page FOLDER` draws.
+The PCs measure the parts of the model, and share it so that all take the same time. Each process makes its own
+parameters, reads its own part of each batch, and saves its share of the model into one file at the first PC. The tasks
+of each stage are written to pipeline-STAGE.jsonl, which `zmqtrain page FOLDER` draws.
 """
 
 import argparse
 import subprocess
 import sys
 from pathlib import Path
-
-import jax
 
 import zmqtrain as zt
 from zmqtrain.programs.text import TextProgram
@@ -25,17 +24,19 @@ def train(comm, options):
         width=options.width, layers=options.layers, batch=options.batch, tied=False, clip=0.0, warmup=1
     )
     batches = [batch for unit in range(options.steps) for batch in program.batches(unit)][: options.steps]
-    shapes = jax.eval_shape(program.init, 0)
-    stages = zt.split(program.loss, shapes, batches[0], comm.size - 1, micro_batches=options.micro_batches)
-    own = stages[comm.rank].init(program.init, 0)
-    with zt.Pipeline(comm, stages, own, program.optimizer(), codec=options.codec, recorded=True) as pipeline:
+    with zt.Pipeline.create(
+        comm, program.loss, program.init, program.optimizer(), batches[0],
+        micro_batches=options.micro_batches, key=0, codec=options.codec, recorded=True,
+    ) as pipeline:  # fmt: skip
+        if comm.rank == 0:
+            print(pipeline.placement, flush=True)
         for step, loss in enumerate(pipeline.steps(batches), 1):
             if comm.rank == 0 and (step == 1 or step % 5 == 0):
                 print(f"step {step}: loss {loss:.4f}", flush=True)
         pipeline.save(options.folder / "model.safetensors")
-        pipeline.write_record(options.folder / f"pipeline-{comm.rank}.jsonl")
-        sent = pipeline.statistics.bytes_sent / 1e6
-        print(f"stage {comm.rank} holds {stages[comm.rank].parameter_bytes / 1e6:.2f} MB, has sent {sent:.1f} MB")
+        stage, sent = pipeline.stage, pipeline.statistics.bytes_sent / 1e6
+        pipeline.write_record(options.folder / f"pipeline-{stage.number}.jsonl")
+        print(f"stage {stage.number} holds {stage.parameter_bytes / 1e6:.2f} MB, has sent {sent:.1f} MB")
 
 
 def start_all(options):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.averaging import held_rounds
 from zmqtrain.averaging.aggregator import LARGEST_SUM, Aggregator
 from zmqtrain.averaging.coder import cut, encode_snapshot
@@ -142,7 +143,7 @@ rounds = st.lists(
 
 @pytest.mark.parametrize("machine_code", [True, False], ids=["numba", "numpy"])
 @pytest.mark.parametrize("threads", [1, 3])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(rounds=rounds, down=st.sampled_from(DOWN), outer=st.sampled_from(["sgd:rate=1", "sgd:rate=0.7", "nesterov"]))
 def test_any_rounds_have_the_bits_of_the_sum_in_memory(machine_code, threads, rounds, down, outer):
     fast.use(machine_code)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from tests.protocol.hubs import MODEL, live_hub, publish
 from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.coder import cut, encode_snapshot
@@ -60,7 +61,7 @@ def model_of(orders, release, **options):
 
 
 @pytest.mark.parametrize("release", ONE_ROUND)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(orders=st.tuples(ORDER, ORDER), outer=st.sampled_from(OUTERS), aggregate=st.sampled_from(AGGREGATES))
 def test_of_arrivals_that_are_one_round_the_order_does_not_matter(release, orders, outer, aggregate):
     model, version = model_of(orders, release, outer=outer, aggregate=aggregate)
@@ -75,7 +76,7 @@ STEADY = ("sgd:rate=1", "delayed_nesterov:rate=0.8,momentum=0.5", "delayed_neste
 
 
 @pytest.mark.parametrize("release", SEVERAL_ROUNDS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(orders=st.tuples(ORDER, ORDER, ORDER), outer=st.sampled_from(STEADY))
 def test_of_arrivals_in_several_rounds_it_does_not_matter_either_if_momentum_waits_for_all(release, orders, outer):
     model, version = model_of(orders, release, outer=outer)

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
+
 from asynchrony_figures import Bar, Figure, first_time, pair, percent_over, smooth
 from asynchrony_table import draw, markdown, show, summarise
 
@@ -104,7 +106,7 @@ def test_a_curve_ends_where_it_is_no_longer_finite_and_a_short_one_is_none():
     assert smooth(curve[:4]) == []
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.floats(0.01, 0.99), st.floats(1, 100), st.integers(2, 20))
 def test_the_first_time_is_interpolated(share, seconds, points):
     line = [(seconds * i / (points - 1), 1 - i / (points - 1)) for i in range(points)]

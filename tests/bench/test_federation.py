@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import broker
 
+from tests.grids import examples
 from zmqtrain import RunSettings, TrainingLoop, connect
 from zmqtrain.codecs.base import codec_from_spec, coding_from_spec
 from zmqtrain.codecs.payload import encode_payload
@@ -95,7 +96,7 @@ def shared_of(federation: Federation) -> np.ndarray:
     delay=st.one_of(st.none(), st.integers(0, 12)),
     steps=st.integers(1, 60),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_an_exchange_lands_before_the_next_is_offered_and_within_the_run(
     every: int | tuple[tuple[float, int], ...], delay: int | None, steps: int
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.chaos.schedule import BROKER, KINDS, RANGES, Fault, check_kinds, draw_schedule
 from zmqtrain.core.errors import ConfigError
 
@@ -17,7 +18,7 @@ def test_the_same_seed_gives_the_same_faults_and_another_one_others():
     assert draw_schedule(3, 300, NODES, KINDS) != draw_schedule(4, 300, NODES, KINDS)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 2**32), st.floats(20, 2000), st.integers(1, 9), st.integers(0, 3))
 @example(272871158, 32.68210599897864, 6, 0)  # one begins with the last millisecond
 def test_faults_are_in_order_within_their_ranges_and_fair(seed, seconds, count, broker_faults):

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.codecs.base import CODECS, TRANSFORMS, WRAPPERS, codec_from_spec
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
@@ -65,7 +66,7 @@ def row_of(tree, row):
 @pytest.mark.parametrize(
     ("spec", "size"), [*((spec, 601) for spec in COMPILED), ("ternary:block=5", 7), ("ternary", 1)]
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_states_and_values(spec, size, data):
     huge, edge = np.full(size, LARGEST, np.float32), np.array([2.0**-100] + (size - 1) * [1e-40], np.float32)
@@ -94,7 +95,7 @@ def test_a_whole_slab_is_encoded_alike_too(spec):
 
 
 @every_codec
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(x=slabs())
 @example(x=np.full(300, -LARGEST, np.float32))
 @example(x=np.array([1e38, -1e38, 1.0, 0.0, 1e-38], np.float32))
@@ -108,7 +109,7 @@ def test_buffers_are_as_laid_out_pass_the_check_and_decode_to_finite_values(spec
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "dct" not in spec and "lowrank" not in spec])
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(x=slabs())
 @example(x=np.full(300, -LARGEST, np.float32))
 @example(x=np.full(129, 1e-42, np.float32))
@@ -120,7 +121,7 @@ def test_no_value_comes_out_larger_than_the_largest_that_went_in(spec, x):
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec not in ("int8s", "int4s")])
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(x=slabs())
 @example(x=np.full(300, -LARGEST, np.float32))
 @example(x=np.full(129, 1e-42, np.float32))
@@ -138,7 +139,7 @@ def test_a_codec_never_takes_away_more_than_there_is(spec, x):
 
 @every_codec
 @given(x=slabs(), seed=st.integers(0, 99))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @example(x=np.random.default_rng(1).standard_normal(65_536).astype(np.float32), seed=0)
 def test_decode_into_adds_or_replaces_just_what_decode_returns(spec, x, seed):
     codec, buffers = encode(spec, x)
@@ -214,7 +215,7 @@ def test_buffers_of_wrong_number_or_length_are_refused_and_nothing_is_written(sp
 
 
 @every_codec
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(size=st.sampled_from([1, 5, 12, 300]), seed=st.integers(0, 2**32), honest=st.lists(st.booleans(), min_size=5))
 def test_what_check_lets_through_decodes_to_finite_values_and_writes_nowhere_else(spec, size, seed, honest):
     codec, buffers = encode(spec, np.full(size, LARGEST, np.float32))
@@ -270,7 +271,7 @@ def test_sent_and_residual_sum_to_what_was_computed_over_a_thousand_rounds(spec)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in ALONE if spec.startswith("ternary")])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(x=slabs())
 @example(x=np.full(600, -LARGEST, np.float32))
 @example(x=np.array([1.0] + 299 * [2.0**-9], np.float32))

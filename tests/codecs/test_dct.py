@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from tests.grids import nightly
+from tests.grids import examples, nightly
 from zmqtrain.codecs import dct as module
 from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.dct import BLOCKS, dct
@@ -68,7 +68,7 @@ def jitted_chain():
 
 
 @pytest.mark.parametrize("block", [8, 64, 128, *nightly(16, 32)])
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(x=slabs([7, 601]))
 @example(x=np.full(601, LARGEST, np.float32))
 @example(x=np.array([2.0**-100] + 600 * [1e-40], np.float32))
@@ -91,7 +91,7 @@ def test_eager_jax_gives_the_same_bits():
 
 
 @every_block
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(x=slabs(SIZES))
 def test_a_block_comes_back_to_within_its_stated_error(block, x):
     x = np.where(np.abs(x) < 2.0**124, x, 0).astype(np.float32)
@@ -196,7 +196,7 @@ def test_buffers_or_values_that_are_not_the_stage_s_are_refused_and_nothing_is_w
     transform.check([], 65)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(x=slabs([7, 601]))
 def test_a_chain_with_a_codec_keeps_the_laws_of_a_codec(x):
     codec = chain(dct(16), int8(16))

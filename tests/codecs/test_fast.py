@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
+from tests.grids import examples
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.levels import int2, sign, ternary
@@ -46,7 +47,7 @@ def all_of(codec, x, with_numba):
 
 
 @every_codec
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(x=slabs(range(1, 1001)))
 @example(x=np.full(257, LARGEST, np.float32))
 @example(x=np.full(8192, -LARGEST, np.float32))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.grids import nightly
+from tests.grids import examples, nightly
 from zmqtrain.codecs.codec import Codec, read_buffers
 from zmqtrain.codecs.levels import ternary
 from zmqtrain.codecs.plain import bf16, float32
@@ -97,7 +97,7 @@ def rounds(draw, size):
         *nightly((FRAGMENTS[-1], 7)),
     ],
 )
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(data=st.data())
 def test_numpy_and_jitted_rows_of_jax_send_and_keep_the_same_bytes(keeper, size, data):
     codec, slabs = built(keeper), data.draw(rounds(size))

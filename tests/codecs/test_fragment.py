@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout, WholeLayout, check_model
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.types import LeafSpec, count_values
@@ -55,7 +56,7 @@ def reference(layout, leaves, fragment):
     return {index: np.concatenate(blocks) for index, blocks in segments.items()}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(layout=layouts())
 def test_a_fragment_holds_every_nth_block_of_the_model(layout):
     leaves = leaves_of(layout.spec)
@@ -69,7 +70,7 @@ def test_a_fragment_holds_every_nth_block_of_the_model(layout):
             np.testing.assert_array_equal(taken, segment)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(layout=layouts())
 def test_all_fragments_of_all_shards_together_are_the_model_once(layout):
     leaves, flats = leaves_of(layout.spec), []
@@ -123,7 +124,7 @@ def test_a_node_of_several_shards_sees_their_fragments_in_a_row():
             np.testing.assert_array_equal(ours, theirs)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(layout=layouts())
 def test_joining_what_was_split_gives_the_leaves_back(layout):
     leaves = leaves_of(layout.spec)
@@ -137,7 +138,7 @@ def test_joining_what_was_split_gives_the_leaves_back(layout):
         np.testing.assert_array_equal(ours, flat)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(layout=layouts(), data=st.data())
 def test_adding_is_placing_the_sum_and_touches_nothing_else(layout, data):
     fragment = data.draw(st.integers(0, layout.fragments - 1))
@@ -152,7 +153,7 @@ def test_adding_is_placing_the_sum_and_touches_nothing_else(layout, data):
             np.testing.assert_array_equal(layout.take(added, index, other), layout.take(leaf, index, other))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(layout=layouts(), data=st.data())
 def test_jitted_jax_and_numpy_agree(layout, data):
     fragment = data.draw(st.integers(0, layout.fragments - 1))

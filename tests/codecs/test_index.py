@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.grids import nightly
+from tests.grids import examples, nightly
 from zmqtrain.codecs.sparsify import check_places, index_form, pack_places, unpack_places
 from zmqtrain.core.errors import CodecError
 
@@ -65,7 +65,7 @@ def packed_bits(count, kept, lows, high):
 @pytest.mark.parametrize(
     ("count", "kept"), [*EACH_FORM, *nightly(*(shape for shape in SHAPES if shape not in EACH_FORM))]
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**32))
 def test_places_come_back_and_numpy_and_jitted_rows_of_jax_write_the_same_bytes(count, kept, seed):
     rows = np.stack([picks(count, kept, seed), picks(count, kept, seed + 1)])
@@ -150,7 +150,7 @@ def test_a_local_index_or_a_bitmap_that_no_encoder_makes_is_refused(count, kept,
         check_places(np.array(content, np.uint8), count, kept, "topk")
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), shape=st.sampled_from([(1, 1), (9, 4), (40, 2), (100, 3), (300, 9), (60_000, 1)]))
 def test_what_check_lets_through_is_ascending_in_range_and_written_in_one_way_only(data, shape):
     count, kept = shape

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.codecs.levels import int2, sign
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
@@ -40,7 +41,7 @@ def blocks_of(codec, x):
 
 
 @every_codec
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(x=slabs([7, 601]))
 @example(x=np.full(601, LARGEST, np.float32))
 @example(x=np.array([2.0**-100] + 600 * [1e-40], np.float32))
@@ -56,7 +57,7 @@ def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_and_valu
 
 
 @every_codec
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(x=slabs(SIZES))
 @example(x=np.array([1.0] + 599 * [2.0**-12], np.float32))
 @example(x=np.array([1.0] + 599 * [0.501 * 2.0**-11], np.float32))
@@ -75,7 +76,7 @@ def test_something_is_taken_away_from_every_block_that_is_not_zero(codec, x):
 
 
 @every_sign
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(x=slabs(SIZES))
 @example(x=np.array([1.0] + 4095 * [0.501 * 2.0**-11], np.float32))
 @example(x=np.array([1.0] + 4095 * [0.499 * 2.0**-11], np.float32))
@@ -177,7 +178,7 @@ def test_buffers_of_wrong_number_or_length_are_refused_and_nothing_is_written(co
 
 
 @every_codec
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_what_check_lets_through_decodes_to_finite_values(codec, data):
     size = data.draw(st.sampled_from([1, 5, 12]))

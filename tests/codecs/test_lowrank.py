@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.codecs import lowrank as module
 from zmqtrain.codecs.lowrank import lowrank
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
@@ -56,7 +57,7 @@ def matrix_of(spectrum, rows, width, seed=0):
 
 
 @pytest.mark.parametrize(("rank", "width", "size"), [(4, 0, 601), (3, 100, 601), (4, 0, 1)])
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_encode_after_encode(rank, width, size, data):
     huge, edge = np.full(size, LARGEST, np.float32), np.array([2.0**-100] + (size - 1) * [1e-40], np.float32)
@@ -95,7 +96,7 @@ def test_large_slabs_keep_their_sums_in_range(rank, width, size):
 
 
 @every_codec
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(x=slabs(SIZES))
 @example(x=np.full(600, -LARGEST, np.float32))
 @example(x=np.array([1e38, -1e38, 1.0, 0.0, 1e-38], np.float32))
@@ -273,7 +274,7 @@ def test_buffers_of_wrong_number_or_length_are_refused_and_nothing_is_written(ra
         assert (out == 7).all()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_what_check_lets_through_decodes_to_the_same_finite_values_everywhere(data):
     codec = lowrank(4)
@@ -342,7 +343,7 @@ def test_sent_and_residual_sum_to_what_was_computed_and_the_residual_stays_bound
     assert max(lengths) < 12 * size**0.5
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(seed=st.integers(0, 2**32), top=st.integers(0, 30), size=st.integers(1, 300))
 def test_the_quantised_fit_is_the_rounded_quotient_where_it_is_kept(seed, top, size):
     rng = np.random.default_rng(seed)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import codec_from_spec, coding_from_spec
 from zmqtrain.codecs.payload import (
@@ -90,7 +91,7 @@ def test_a_payload_decodes_to_its_slabs_decoded_alone(spec):
 
 
 @every_codec
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(counts=st.lists(st.sampled_from([0, 1, 5, 127, 129, 4096, 65_535, 65_537]), max_size=6))
 def test_a_payload_has_just_the_bytes_that_were_planned(spec, counts):
     codecs = all_of(spec, counts)
@@ -212,7 +213,7 @@ def test_every_flipped_bit_that_a_liar_seals_is_refused_or_does_no_harm(spec):
         frame[bit // 8] ^= 1 << bit % 8
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(position=st.integers(0, 15), value=st.integers(0, 255))
 def test_a_liar_who_seals_the_frame_is_refused_or_does_no_harm(position, value):
     counts = [300, 7]
@@ -336,7 +337,7 @@ def test_a_target_of_another_kind_is_refused(out):
         decode_payload(codecs, frames, [5], out=out)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     specs=st.lists(st.sampled_from(SPECS), min_size=1, max_size=3),
     counts=st.lists(st.sampled_from([0, 1, 5, 300, 65_537, 300_000]), min_size=1, max_size=6),

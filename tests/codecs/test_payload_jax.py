@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.grids import nightly
+from tests.grids import examples, nightly
 from zmqtrain.codecs.base import CODECS, TRANSFORMS, codec_from_spec
 from zmqtrain.codecs.codec import Codec
 from zmqtrain.codecs.payload import decode_payload, encode_payload, initial_states, payload_size
@@ -109,7 +109,7 @@ MIXES = st.lists(
 )
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(mix=MIXES, zeros=st.booleans())
 @example(mix=[], zeros=False)
 @example(mix=[(0, "int8")], zeros=False)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
+from tests.grids import examples
 from zmqtrain.codecs.plain import bf16, float32
 
 from slabs import raw, slabs
@@ -20,13 +21,13 @@ def through(codec, x):
     return codec.decode(raw(codec.encode(x, ())[0]), x.size)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(x=slabs())
 def test_float32_comes_back_bit_for_bit(x):
     assert raw([through(float32(), x)]) == raw([x])
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(x=slabs())
 @example(x=np.array([LARGEST, -LARGEST], np.float32))
 @example(x=np.array([1e-45, -(2.0**-134), 1.5 * 2.0**-133, 2.0**-126 - 2.0**-149], np.float32))
@@ -37,7 +38,7 @@ def test_bf16_is_off_by_no_more_than_it_states(x):
     assert (error <= np.where(np.abs(exact) >= 2.0**-126, 2.0**-8 * np.abs(exact), 2.0**-134)).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(x=slabs())
 @example(x=np.array([LARGEST, -LARGEST, LARGEST_BF16], np.float32))
 def test_bf16_rounds_to_the_nearest_as_others_do_and_never_to_infinity(x):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.codecs import quantize
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
@@ -57,7 +58,7 @@ def blocks_of(codec, x):
 
 @every_codec
 @pytest.mark.parametrize("size", [601])
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_and_values(codec, size, data):
     huge, edge = np.full(size, LARGEST, np.float32), np.array([2.0**-100] + (size - 1) * [1e-40], np.float32)
@@ -72,7 +73,7 @@ def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_and_valu
 
 
 @every_codec
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(x=slabs(SIZES))
 @example(x=np.full(300, -LARGEST, np.float32))
 @example(x=np.array([1e38, -1e38, 1.0, 0.0, 1e-38], np.float32))
@@ -93,7 +94,7 @@ def test_the_error_is_a_part_of_the_scale_and_the_scale_a_part_of_the_largest_va
 
 
 @every_nearest
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(x=slabs(SIZES))
 def test_something_is_taken_away_from_every_block_that_is_not_zero(codec, x):
     error = x.astype(np.float64) - codec.decode(codec.encode(x, ())[0], x.size)
@@ -103,7 +104,7 @@ def test_something_is_taken_away_from_every_block_that_is_not_zero(codec, x):
 
 
 @every_nearest
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(x=slabs(SIZES))
 def test_few_values_are_coded_in_fewer_calls_to_the_same_bytes(codec, x):
     few = raw(codec.encode(x, ())[0])
@@ -225,7 +226,7 @@ def test_buffers_of_wrong_number_or_length_are_refused_and_nothing_is_written(co
 
 
 @every_codec
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_what_check_lets_through_decodes_to_finite_values(codec, data):
     size = data.draw(st.sampled_from([1, 5, 12]))

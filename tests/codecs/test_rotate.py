@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.levels import ternary
 from zmqtrain.codecs.plain import bf16, float32
@@ -67,7 +68,7 @@ def slabs(draw, sizes):
 
 
 @every_codec
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(x=slabs([7, 601]), turns=st.lists(st.integers(0, 7), min_size=2, max_size=2))
 def test_numpy_and_jitted_jax_give_rows_at_different_turns_the_same_bytes_states_and_values(key, x, turns):
     codec, rows, states = built(key), np.stack([x, -x[::-1]]), []
@@ -193,7 +194,7 @@ def test_a_part_that_there_is_not_is_refused(size, part):
 
 
 @every_codec
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_what_check_lets_through_decodes_to_finite_values(key, data):
     codec, size = built(key), data.draw(st.sampled_from([1, 5, 12]))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.grids import nightly
+from tests.grids import examples, nightly
 from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.dct import dct
 from zmqtrain.codecs.plain import bf16, float32
@@ -83,7 +83,7 @@ def places_of(transform, buffers, count):
 
 
 @pytest.mark.parametrize(("name", "size"), COMPILED)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_numpy_and_jitted_jax_keep_the_same_places_and_values_of_each_of_stacked_slabs(name, size, data):
     alike = [np.full(size, value, np.float32) for value in (-LARGEST, 0, 1e-45)]
@@ -104,7 +104,7 @@ def test_numpy_and_jitted_jax_keep_the_same_places_and_values_of_each_of_stacked
 
 
 @pytest.mark.parametrize("name", LARGEST_FIRST)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(x=slabs(SIZES))
 def test_the_largest_are_kept_and_of_equal_keys_the_first(name, x):
     transform = TRANSFORMS[name]
@@ -119,7 +119,7 @@ def test_the_largest_are_kept_and_of_equal_keys_the_first(name, x):
 
 
 @pytest.mark.parametrize("name", LARGEST_FIRST)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(x=slabs(SIZES))
 def test_what_is_dropped_is_within_the_stated_bound_and_always_less_than_all(name, x):
     transform = TRANSFORMS[name]
@@ -290,7 +290,7 @@ def test_buffers_of_wrong_number_or_length_are_refused_and_nothing_is_written(na
 
 
 @every_transform
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_what_check_lets_through_writes_each_place_once_and_in_range(name, data):
     transform, size = TRANSFORMS[name], data.draw(st.sampled_from([1, 5, 12, 259]))
@@ -384,7 +384,7 @@ def test_an_argument_out_of_range_is_refused_with_its_name(maker, argument, plac
 
 
 @every_chain
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(x=slabs(SIZES))
 def test_the_places_and_values_of_a_codec_that_picks_are_what_it_decodes_to(name, x):
     codec = CHAINS[name]

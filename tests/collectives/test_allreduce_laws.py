@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.collectives.algorithms import (
     ALLREDUCE,
     CHUNKS_AHEAD,
@@ -61,7 +62,7 @@ def play(
 
 @algorithms
 @pytest.mark.parametrize("size", SIZES)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(data=st.data())
 def test_an_allreduce_is_numpys_reduction_in_the_stated_order_bit_by_bit_on_all_ranks(
     algorithm: str, size: int, data: st.DataObject

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.collectives.algorithms import ALLREDUCE, BROADCAST, barrier
 from zmqtrain.collectives.calls import Call, Calls
 from zmqtrain.collectives.reductions import find_reduction
@@ -62,7 +63,7 @@ class Net:
 kinds = st.tuples(st.sampled_from([*ALLREDUCE, "broadcast", "barrier"]), st.integers(0, 100), st.integers(1, 20))
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(st.integers(1, 5), st.lists(kinds, min_size=1, max_size=4), st.integers(0, 2**32))
 def test_any_interleaving_ends_in_numpys_answer(size: int, program: list[tuple[str, int, int]], seed: int) -> None:
     program = [step for step in program if step[0] != "hub"]
@@ -125,7 +126,7 @@ def test_what_waits_for_room_keeps_its_dtype_while_its_call_goes_on_to_another()
         np.testing.assert_array_equal(values, received)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(2, 4), st.integers(0, 2**32), st.data())
 def test_one_rank_that_calls_something_else_is_found_out(size: int, seed: int, data: Any) -> None:
     net, draw = Net(size), random.Random(seed)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.collectives.algorithms import (
     ALLGATHER,
     BROADCAST,
@@ -34,7 +35,7 @@ SIZES = [1, 2, 3, 4, 5, 7, 8, 16]
 sizes = pytest.mark.parametrize("size", SIZES)
 seeds = st.none() | st.integers(0, 1000)
 chunk_sizes = st.integers(1, 40)
-few = settings(max_examples=12)
+few = settings(max_examples=examples(12))
 
 
 def arrays_of(size: int, values: int, seed: int) -> list[Values]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.collectives.algorithms import (
     ALLREDUCE,
     HUB,
@@ -44,7 +45,7 @@ def play(algorithm: str, size: int, values: int, chunk_values: int) -> list[Traf
 
 @algorithms
 @pytest.mark.parametrize("size", SIZES)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(values=st.integers(0, 200), chunk_values=st.integers(1, 50))
 def test_each_rank_sends_what_the_formula_says(algorithm: str, size: int, values: int, chunk_values: int) -> None:
     traffic = play(algorithm, size, values, chunk_values)

@@ -106,6 +106,20 @@ def test_a_rank_that_dies_while_it_sends_is_named_by_all(ranks: Make, what: str,
     dying.join()
 
 
+def test_the_others_go_on_without_a_rank_that_has_closed_its_communicator(ranks: Make) -> None:
+    group = ranks(4)
+    group.communicators[LOST].close()
+    survivors = [comm for comm in group.communicators if comm.rank != LOST]
+
+    def part(comm: Any) -> Any:
+        with pytest.raises(PeerLost) as caught:
+            comm.recv(LOST if comm.rank == 0 else 0)  # only the first waits for the one that has left
+        assert caught.value.rank == LOST
+        return comm.shrink().allreduce(comm.rank)
+
+    assert group.play(part, survivors) == [5, 5, 5]
+
+
 def test_a_rank_that_is_cut_off_learns_that_it_is_the_one_and_the_others_go_on(ranks: Make) -> None:
     group = ranks(3)
 

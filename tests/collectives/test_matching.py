@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.collectives.arrays import take_tree
 from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Finding, Matching, Receiving, Sending
 from zmqtrain.collectives.wire import Head, Kind
@@ -79,7 +80,7 @@ moves = st.one_of(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(moves, min_size=12, max_size=60))
 def test_messages_are_matched_in_order_and_come_whole(program: list[Any]) -> None:
     net, steps = Net(), dict[int, int]()  # when a receive was matched, by its place

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import CollectiveMismatch, ConfigError, FramingError
 from zmqtrain.protocol.framing import pack_value, unpack_value
 
@@ -257,13 +258,13 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(plain)
 def test_any_python_value_comes_back_as_it_was(value: Any) -> None:
     assert same(unpack_value(pack_value(value)), value)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.binary(max_size=40))
 def test_any_bytes_are_a_value_or_a_framing_error(packed: bytes) -> None:
     with contextlib.suppress(FramingError):

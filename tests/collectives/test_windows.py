@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.collectives.calls import Inflow, Outflow, Part
 
 pytestmark = pytest.mark.usefixtures("small_windows")
@@ -86,7 +87,7 @@ def test_the_hub_hears_nothing() -> None:
     assert not flow.take(640) and not flow.finish()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 400), max_size=8), st.booleans())
 def test_both_ends_together_move_everything_within_the_window(lengths: list[int], confirm: bool) -> None:
     out, into, way = flow_of(*lengths, confirm=confirm), Inflow(1), list[Part]()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.collectives import calls, matching
 from zmqtrain.collectives.arrays import DTYPES, dtype_code, dtype_of_code, read_leaf, read_tree, take_tree
 from zmqtrain.collectives.wire import HEAD_BYTES, MAX_TEXT_BYTES, Head, Kind, pack, unpack
@@ -31,13 +32,13 @@ heads = st.builds(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(heads)
 def test_a_head_comes_back_as_it_was(head: Head) -> None:
     assert unpack([pack(head, head.context)]) == (head, memoryview(b""))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=3))
 def test_any_bytes_are_a_message_or_are_refused(frames: list[bytes]) -> None:
     try:
@@ -130,7 +131,7 @@ def same(one: Any, other: Any) -> bool:
     return one is other is None or (np.shape(one) == np.shape(other) and np.array_equal(one, other))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(trees)
 def test_a_tree_comes_back_from_its_description_and_its_bytes(tree: Any) -> None:
     taken = take_tree(tree)
@@ -140,7 +141,7 @@ def test_a_tree_comes_back_from_its_description_and_its_bytes(tree: Any) -> None
     assert same(read.unpack(read.split(np.frombuffer(bytes(taken.join()), np.uint8))), tree)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.one_of(st.text(max_size=40), st.text("[](){}'\"float32:,0None", max_size=40)))
 @example("{[]: 0}")
 @example("[" + 400 * "9" + "+1j]")

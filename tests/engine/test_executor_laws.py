@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import zmqtrain as zt
 from tests.engine.gates import SECONDS
+from tests.grids import examples
 from zmqtrain.engine.graph import Variable
 
 
@@ -114,7 +115,7 @@ def run_engine(program: list[Step], workers: int) -> tuple[list[Any], int | None
         return results, raised
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.lists(steps, max_size=30), st.integers(1, 4))
 def test_any_program_ends_in_the_state_of_its_serial_execution(program: list[Step], workers: int) -> None:
     results, raised = run_engine(program, workers)

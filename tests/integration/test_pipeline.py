@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 
 import zmqtrain as zt
 from tests.grids import nightly
-from zmqtrain.core.errors import CollectiveTimeout, ConfigError, NonFiniteDelta, PeerLost
+from zmqtrain.core.errors import CollectiveTimeout, ConfigError, DoesNotFit, NonFiniteDelta, PeerLost
+from zmqtrain.pipeline import placement
 from zmqtrain.pipeline.local import LocalPipeline
 from zmqtrain.pipeline.schedule import Schedule
 from zmqtrain.pipeline.split import Split
@@ -87,6 +89,48 @@ def test_losses_and_parameters_are_those_of_one_process_bit_for_bit(
     assert_equal_bits(zt.load_model(file, like=params), local.params())
     assert all(statistics.steps == STEPS for _, _, statistics in found)
     assert sum(s.bytes_sent for _, _, s in found) == sum(s.bytes_received for _, _, s in found) > 0
+
+
+def test_the_slow_pc_computes_least_and_the_bits_are_those_of_one_process(
+    hub: str, params: Any, batches: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pc, measured = threading.local(), placement.measure
+
+    def measure(segments: Split) -> list[placement.SegmentFigures]:
+        seconds = 3.0 if pc.rank == 0 else 1.0
+        return [one._replace(forward_seconds=seconds, backward_seconds=3 * seconds) for one in measured(segments)]
+
+    def train(comm: zt.Communicator) -> Any:
+        pc.rank = comm.rank
+        with zt.Pipeline.create(
+            comm, PROGRAM.loss, PROGRAM.init, OPTIMIZER, batches[0], micro_batches=MICRO_BATCHES, key=0
+        ) as pipeline:
+            losses = list(pipeline.steps(batches))
+            pipeline.save(tmp_path / "model.safetensors")
+            return losses, pipeline.gather(), pipeline.placement
+
+    monkeypatch.setattr(placement, "measure", measure)
+    found = on_all(hub, "create", train)
+    plans = [placed for _, _, placed in found]
+    assert all(one.ranks == plans[0].ranks and one.plan == plans[0].plan for one in plans)
+    segments = {rank: stage.end - stage.begin for rank, stage in zip(plans[0].ranks, plans[0].plan.stages, strict=True)}
+    assert segments[0] < min(segments[1], segments[2]) and sorted(segments) == [0, 1, 2]
+    assert "pc-0" in str(plans[0]) and "efficiency" in str(plans[0])
+    local = LocalPipeline(plans[0].stages, params, OPTIMIZER, codec="bf16")
+    expected = [float(loss) for loss in local.steps(batches)]
+    assert [losses for losses, _, _ in found] == [expected] * STAGES
+    assert_equal_bits(found[0][1], local.params())
+    assert_equal_bits(zt.load_model(tmp_path / "model.safetensors", like=params), local.params())
+
+
+def test_a_model_that_these_pcs_cannot_hold_is_refused_on_all(hub: str, batches: list[Any]) -> None:
+    def make(comm: zt.Communicator) -> Any:
+        return zt.Pipeline.create(
+            comm, PROGRAM.loss, PROGRAM.init, OPTIMIZER, batches[0], micro_batches=4, key=0, memory_bytes=10_000
+        )
+
+    for error in on_all(hub, "too small", make):
+        assert isinstance(error, DoesNotFit) and error.available_bytes == 10_000
 
 
 def test_a_pipeline_whose_stages_have_other_settings_is_refused_on_all(hub: str, stages: Split, params: Any) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fixed import fixed_run
+from tests.grids import examples
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Counts, Update
 from zmqtrain.node.offers import Offers
@@ -122,7 +123,7 @@ def test_a_fragment_that_waited_for_twice_as_many_offers_as_there_are_fragments_
     assert next_one(offers, run, True) == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(2, 5), st.lists(st.integers(1, 6), min_size=40, max_size=40))
 def test_no_rhythm_of_versions_starves_a_fragment(fragments, leaps):
     offers, run, version, said = Offers(), run_of(fragments), 0, []
@@ -164,7 +165,7 @@ def test_of_each_fragment_one_more_may_be_in_flight_than_the_delay_asks_for(offe
     assert offers.next_fragments(run, 3, True) == (0, 1)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 5), st.integers(1, 3), st.lists(st.sets(st.integers(0, 30)), max_size=30))
 def test_whatever_lands_in_whatever_order_no_fragment_is_offered_more_often_than_may_be(fragments, delay, landings):
     offers, run, of = Offers(), all_of(1, delay), {}

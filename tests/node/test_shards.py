@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.clocks import VirtualClock
 from tests.fixed import fixed_run
+from tests.grids import examples
 from tests.stated import Stated
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import AggregateTimeout, JoinRefused
@@ -243,7 +244,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(HAPPENS), st.integers(0, 11)), max_s
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-@settings(max_examples=12, derandomize=True)
+@settings(max_examples=examples(12), derandomize=True)
 @given(events=EVENTS, delay=st.sampled_from([0, 1, 3]))
 def test_anchors_are_equal_bit_for_bit_and_nothing_is_lost_whatever_each_shard_does(shards, events, delay):
     world = Federation(shards, 2 if shards == 2 else 1, 2, delay=delay)

@@ -8,6 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.grids import examples
 from tests.parameter_server.servers import SIZES, Server
 from zmqtrain.parameter_server.machine import KEY_BYTES, Answer, Apply, Receive, Rules
 
@@ -124,4 +125,4 @@ class Clients(RuleBasedStateMachine):
 
 
 TestClients = Clients.TestCase
-TestClients.settings = hypothesis_settings(max_examples=40, stateful_step_count=30)
+TestClients.settings = hypothesis_settings(max_examples=examples(40), stateful_step_count=30)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.parameter_server.directory import ITEM_BYTES, PIECE_BYTES, SPLIT_BYTES, Piece, ShardMap
 
@@ -19,7 +20,7 @@ batches = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(batches, st.integers(1, 9), st.integers(8, 2000))
 def test_every_value_of_a_key_lies_on_one_shard_in_order(keys, count, split_bytes):
     shards = ShardMap(count, split_bytes)
@@ -35,7 +36,7 @@ def test_every_value_of_a_key_lies_on_one_shard_in_order(keys, count, split_byte
                 assert [piece.shard for piece in pieces] == sorted(piece.shard for piece in pieces)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(batches, st.integers(1, 9), st.integers(8, 2000))
 def test_no_two_shards_differ_by_more_than_the_bound_at_any_time(keys, count, split_bytes):
     shards = ShardMap(count, split_bytes)
@@ -50,7 +51,7 @@ def test_no_two_shards_differ_by_more_than_the_bound_at_any_time(keys, count, sp
         assert max(held) - min(held) <= split_bytes
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(batches, st.integers(1, 9), st.randoms())
 def test_the_map_does_not_depend_on_how_a_client_orders_its_keys(keys, shards, random):
     ours, theirs = ShardMap(shards, 100), ShardMap(shards, 100)

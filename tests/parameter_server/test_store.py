@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.parameter_server.store import (
     FRAME_BYTES,
@@ -33,7 +34,7 @@ def values_of(store, key):
     return version, into
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 3 * FRAME_BYTES // 4), st.sampled_from(["float32", "float64"]))
 def test_frames_are_cut_as_announced_and_joined_again(count, dtype):
     values = np.arange(count, dtype=dtype)
@@ -75,7 +76,7 @@ def test_too_few_bytes_are_not_joined():
         join_frames([bytes(8)], np.empty(4, np.float32))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 5), st.integers(1, 2 * FRAME_BYTES // 4), st.integers(0, 9))
 def test_a_step_is_by_the_mean_in_the_order_given_bit_for_bit(workers, count, seed):
     random = np.random.default_rng(seed)

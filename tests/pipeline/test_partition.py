@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zmqtrain as zt
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError, DoesNotFit
 from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
 from zmqtrain.pipeline.partition import partition
@@ -162,7 +163,7 @@ def problems(draw):
     return segments, pcs, micro_batches, schedule
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(problems())
 def test_the_plan_is_that_of_brute_force_and_fits_every_memory(problem):
     costs, pcs, micro_batches, schedule = problem

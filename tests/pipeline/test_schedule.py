@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.pipeline.schedule import Awaited, Schedule, StageMachine, Task
 
@@ -157,7 +158,7 @@ def test_whatever_the_order_of_arrivals_all_is_done_once_in_order_within_the_bou
         assert used[0]["forward", step, one] == used[0]["backward", step, one]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 3), SEEDS)
 def test_the_order_in_which_gradients_are_summed_is_that_of_every_schedule(stages, more, steps, seed):
     random, orders = Random(seed), set()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import zmqtrain as zt
-from tests.grids import nightly
+from tests.grids import examples, nightly
 from tests.pipeline.losses import LAYERS, NAMES, WIDTH, Case, case, normal
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.pipeline.split import Split
@@ -53,7 +53,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.nightly
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_gradients_are_those_of_the_whole_loss_wherever_it_is_cut(data: st.DataObject) -> None:
     one = case(data.draw(st.sampled_from(NAMES)))

@@ -10,6 +10,7 @@ from hypothesis import settings as checks
 from hypothesis import strategies as st
 
 from tests.fixed import fixed_run
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.planning.costs import MemoryEstimate
@@ -71,7 +72,7 @@ def test_a_codec_on_the_host_needs_the_fragments_there_too():
     assert host.host_bytes > device.host_bytes
 
 
-@checks(max_examples=40)
+@checks(max_examples=examples(40))
 @given(
     st.integers(1, 10**8),
     st.integers(0, 3),

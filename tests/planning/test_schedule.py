@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import payload_size
@@ -52,7 +53,7 @@ loads = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(loads)
 def test_k_is_the_smallest_that_leaves_every_stage_and_the_training_thread_room(load):
     every = fit(load).every
@@ -66,7 +67,7 @@ def test_k_is_the_smallest_that_leaves_every_stage_and_the_training_thread_room(
     assert every == 1 or not has_room((every - 1) * (1 - 2e-6))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(loads, st.integers(2, 8))
 def test_in_pieces_both_ways_overlap_and_an_exchange_takes_no_longer(load, pieces):
     cut = replace(load, pieces=pieces)
@@ -107,7 +108,7 @@ def test_of_an_option_what_is_told_is_kept():
     assert all(every >= fit(LOAD).every for every in fitting_periods(LOAD))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(loads)
 def test_what_fits_is_not_put_off_and_comes_by_its_delay(load):
     schedule = fit(load)
@@ -119,7 +120,7 @@ def test_what_fits_is_not_put_off_and_comes_by_its_delay(load):
     assert max(predicted.port_up, predicted.port_down, predicted.node_port) <= busiest_allowed(load.nodes) + 1e-6
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(loads)
 def test_a_faster_hub_or_more_shards_never_need_a_larger_k_or_d(load):
     before = fit(load)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.fixed import FIXED_RUN
+from tests.grids import examples
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Deliver, Expect, Found, Reduce, Send, SendTo, Serve, Withdraw
@@ -328,7 +329,7 @@ class Wire(RuleBasedStateMachine):
 
 
 TestWire = Wire.TestCase
-TestWire.settings = hypothesis_settings(max_examples=50, stateful_step_count=40)
+TestWire.settings = hypothesis_settings(max_examples=examples(50), stateful_step_count=40)
 
 
 def test_a_hub_takes_no_incarnation_of_a_clock_that_is_a_day_ahead_of_its_own():

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.protocol.peer import Following, Step
 
@@ -122,7 +123,7 @@ def test_a_gap_that_nothing_shows_is_found_by_the_roster_after_a_while():
     assert not following.lags(5, 5.0, 21.0) and following.lags(5, 5.0, 27.0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.sampled_from(["next", "skip", "old", "whole", "spoil", "lose", "fetch"]), st.booleans())))
 def test_what_is_held_is_never_ahead_of_what_was_announced_and_nothing_grows(moves):
     following, transfers = at(0), []

@@ -6,6 +6,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.grids import examples
 from tests.protocol.gatherings import REDUCE_CHUNK, join, process
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Combine, Discard, Forward, SendTo
@@ -158,4 +159,4 @@ class GroupsMachine(RuleBasedStateMachine):
 
 
 TestGroups = GroupsMachine.TestCase
-TestGroups.settings = hypothesis_settings(max_examples=60, stateful_step_count=40)
+TestGroups.settings = hypothesis_settings(max_examples=examples(60), stateful_step_count=40)

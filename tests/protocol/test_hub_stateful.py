@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from tests.fixed import fixed_run
+from tests.grids import examples
 from tests.protocol.hub_world import PEERS, WIRE, HubWorld
 from zmqtrain.core.settings import AUTO_FRAGMENTS
 from zmqtrain.core.types import LeafSpec
@@ -172,7 +173,7 @@ def test_whatever_peers_do_the_hub_agrees_with_the_ledger(release):
     seen = Counter()
     machine = type(f"Hub under {release}", (HubMachine,), {"release": release, "seen": seen})
     run_state_machine_as_test(
-        machine, settings=hypothesis_settings(max_examples=120, stateful_step_count=40, derandomize=True)
+        machine, settings=hypothesis_settings(max_examples=examples(120), stateful_step_count=40, derandomize=True)
     )
     refused = seen["version"] + seen["stale"] + seen["duplicate"]
     # which examples are drawn follows from what was imported, too: these are a tenth of what is usual

@@ -18,6 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.grids import examples
 from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
 from zmqtrain.broker.standby import StandbyService
 from zmqtrain.protocol.effects import (
@@ -514,4 +515,4 @@ def test_a_standby_that_is_back_in_time_is_in_step_again_once_it_may_be_though_n
 
 
 TestWorld = World.TestCase
-TestWorld.settings = hypothesis_settings(max_examples=40, stateful_step_count=12)
+TestWorld.settings = hypothesis_settings(max_examples=examples(40), stateful_step_count=12)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError, LocalProtocolError
 from zmqtrain.strategies.aggregate import aggregation_from_spec, clipped, mean_over_live
 
@@ -68,7 +69,7 @@ def test_a_mean_over_nobody_is_refused(live):
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(rounds(), st.randoms(use_true_random=False))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_the_order_of_contributions_does_not_matter(spec, of_round, random):
     contributions, weights = of_round
     order = random.sample(range(len(weights)), len(weights))
@@ -78,7 +79,7 @@ def test_the_order_of_contributions_does_not_matter(spec, of_round, random):
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(rounds())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_a_contribution_without_weight_counts_nothing_and_nobody_is_changed(spec, of_round):
     contributions, weights = of_round
     before = [one.copy() for one in contributions]
@@ -93,14 +94,14 @@ def test_a_contribution_without_weight_counts_nothing_and_nobody_is_changed(spec
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(vectors(least=1, most=1), st.integers(1, 6))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_equal_contributions_aggregate_to_themselves(spec, one, count):
     np.testing.assert_allclose(combined(spec, one * count, [1.0] * count), one[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(rounds())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_aggregating_slab_by_slab_gives_the_same_bits(spec, of_round):
     rule, (contributions, weights) = aggregation_from_spec(spec), of_round
     parts = [rule.combine([one[part] for one in contributions], weights) for part in (slice(0, 2), slice(2, None))]
@@ -109,7 +110,7 @@ def test_aggregating_slab_by_slab_gives_the_same_bits(spec, of_round):
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if aggregation_from_spec(spec).streams])
 @given(rounds())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_what_streams_is_the_weighted_sum_over_the_sum_of_weights(spec, of_round):
     contributions, weights = of_round
     total = sum(weight * one.astype(np.float64) for one, weight in zip(contributions, weights, strict=True))
@@ -122,7 +123,7 @@ def test_only_the_mean_and_the_mean_by_samples_stream():
 
 @pytest.mark.parametrize("spec", ROBUST)
 @given(vectors(least=4), st.integers(0, 6), st.sampled_from([1e30, -1e30]))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_one_hostile_contribution_is_bounded_by_the_honest_ones(spec, honest, place, size):
     norms = [np.linalg.norm(one) for one in honest]
     contributions = [*honest[:place], np.full(WIDTH, size, np.float32), *honest[place:]]
@@ -135,7 +136,7 @@ def test_one_hostile_contribution_is_bounded_by_the_honest_ones(spec, honest, pl
 
 
 @given(vectors(least=3), st.sampled_from([1.0, 3.5, 1e30]))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_one_sign_flipped_contribution_cannot_turn_a_sign_on_which_the_others_agree(honest, size):
     agreed = [np.abs(one) + np.float32(0.5) for one in honest]
     contributions = [*agreed, -np.float32(size) * agreed[0]]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.strategies.measures import (
     are_related,
@@ -39,7 +40,7 @@ def test_parameters_that_went_some_way_from_one_beginning_are_related():
 
 
 @given(st.integers(0, 5), st.floats(0.01, 100), st.floats(-100, 100))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_scale_and_shift_of_a_whole_model_change_nothing_and_the_two_sides_are_alike(seed, scale, shift):
     a, b = fresh(seed, dtype=np.float64), fresh(seed + 1, dtype=np.float64)
     moved = [scale * leaf + shift for leaf in b]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.strategies import norms
 from zmqtrain.strategies.norms import FEWEST, PATIENCE, NormGate, is_suspicious, norm_gate_from_text
@@ -51,7 +52,7 @@ def test_a_few_times_the_usual_is_let_through_and_so_is_nothing_at_all():
 
 
 @given(st.lists(st.floats(0.3, 3.0), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_norms_that_wander_are_followed_wherever_they_go(factors, seed):
     random, gate, level = np.random.default_rng(seed), NormGate(10.0), 1.0
     for factor in factors:

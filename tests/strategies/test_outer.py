@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.strategies.outer import OUTER_OPTIMIZERS, adam, delayed_nesterov, nesterov, outer_from_spec, sgd
 
@@ -53,7 +54,7 @@ shares = st.sampled_from([0.0, 0.25, 0.7, 1.0])
 
 
 @given(counts, counts, momenta, shares)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_n_equal_arrivals_under_delayed_nesterov_are_one_nesterov_step_on_their_mean(nodes, turns, momentum, share):
     delayed, plain = delayed_nesterov(0.8, momentum, share), nesterov(0.8, momentum)
     state, expected = delayed.init(50), plain.init(50)
@@ -63,7 +64,7 @@ def test_n_equal_arrivals_under_delayed_nesterov_are_one_nesterov_step_on_their_
 
 
 @given(counts, st.randoms(use_true_random=False), shares)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_order_and_the_grouping_of_arrivals_within_a_turn_do_not_matter_to_delayed_nesterov(nodes, random, share):
     optimizer = delayed_nesterov(0.8, 0.5, share)
     states, arrivals = [optimizer.init(50) for _ in range(2)], gradients(3 * nodes, 50) / np.float32(nodes)

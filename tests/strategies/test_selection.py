@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.strategies.weights import Laggards, Preemption, preemption_from_spec, selection_from_spec
 
@@ -24,7 +25,7 @@ def weigh(spec, scores, own=nan):
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(any_scores, st.floats())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_whatever_the_scores_somebody_counts_and_no_weight_leaves_zero_to_one(spec, scores, own):
     weights = weigh(spec, scores, own)
     assert len(weights) == len(scores) and max(weights) == 1
@@ -33,7 +34,7 @@ def test_whatever_the_scores_somebody_counts_and_no_weight_leaves_zero_to_one(sp
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(any_scores, st.floats(), st.randoms(use_true_random=False))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_order_of_the_scores_does_not_matter(spec, scores, own, random):
     order = random.sample(range(len(scores)), len(scores))
     weights = weigh(spec, scores, own)
@@ -42,7 +43,7 @@ def test_the_order_of_the_scores_does_not_matter(spec, scores, own, random):
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(finite_scores, st.floats(-1e6, 1e6))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_lower_score_never_weighs_less(spec, scores, own):
     ranked = [
         weight for _, weight in sorted(zip(scores, weigh(spec, scores, own), strict=True), key=lambda pair: pair[0])
@@ -52,7 +53,7 @@ def test_a_lower_score_never_weighs_less(spec, scores, own):
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=7))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_an_unknown_score_weighs_as_the_median_would(spec, scores):
     middle = median(scores)
     for own in (nan, 5.0):
@@ -167,7 +168,7 @@ def test_a_score_that_is_no_number_lags_once_somebody_has_one(score):
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats() | st.sampled_from([1.0, 2.0, nan])), max_size=40))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_adoptions_need_patience_and_never_come_from_oneself_or_from_who_has_no_score(reports):
     rule, latest, own = Preemption(2, 0.05), {}, {}
     laggards = Laggards(rule)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError, LocalProtocolError
 from zmqtrain.strategies.weights import compensate, compensation, constant, polynomial, staleness_from_spec
 
@@ -22,7 +23,7 @@ strengths = st.sampled_from([0.0, 0.01, 0.1, 1.0])
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(st.integers(0, 10**9))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_damping_is_one_in_time_and_never_grows_or_reaches_zero(spec, staleness):
     damping = staleness_from_spec(spec).damping
     assert damping(0) == 1
@@ -46,7 +47,7 @@ def test_a_contribution_from_the_future_is_refused(spec):
 
 
 @given(pairs, strengths)
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_compensation_turns_no_sign_and_at_most_doubles(pair, strength):
     u, moved = pair
     before = [one.copy() for one in pair]
@@ -58,7 +59,7 @@ def test_compensation_turns_no_sign_and_at_most_doubles(pair, strength):
 
 
 @given(pairs, st.sampled_from([0.01, 0.1, 1.0]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_progress_is_shorter_where_the_parameters_have_moved_its_way_and_longer_where_against_it(pair, strength):
     u, moved = pair
     result, way = compensate(u, moved, strength), np.sign(u) * np.sign(moved)
@@ -68,7 +69,7 @@ def test_progress_is_shorter_where_the_parameters_have_moved_its_way_and_longer_
 
 
 @given(pairs)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_without_strength_or_movement_progress_stays_as_it_is(pair):
     u, moved = pair
     np.testing.assert_array_equal(compensate(u, moved, 0.0), u)

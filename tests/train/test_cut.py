@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.train.anchor import cut_shards
@@ -58,7 +59,7 @@ def test_the_rows_of_all_shards_together_are_the_segment(shape, parts, fragments
     check(shape, parts, min(fragments, -(-int(np.prod(shape)) // 4096)))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_whatever_the_shape_and_the_mesh_the_rows_are_the_segment(data):
     parts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))

@@ -18,6 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.clocks import VirtualClock
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.minibatch import (
     IMPROBABLE,
@@ -252,7 +253,7 @@ class Tally(Line):
 tally_stepper = cache(lambda partitions: stepper(f"timed:seconds=1,partitions={partitions}", Tally(optax.sgd(1.0))))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(costs=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=6), partitions=st.sampled_from([1, 4]))
 def test_every_sample_is_used_once_and_in_order_whatever_the_parts_cost(costs, partitions):
     step, clock = tally_stepper(partitions)

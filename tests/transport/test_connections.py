@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.transport.pacing import ConnectionLimits, Connections, Cut
 
 SMALL = ConnectionLimits(total=12, per_address=6, half_open=6, half_open_per_address=3, handshake_seconds=5.0)
@@ -85,7 +86,7 @@ def test_when_all_places_are_taken_by_who_has_spoken_the_new_one_goes() -> None:
     assert summary(table.accepted(12, "c", 12, now=0.0)) == [(12, "full")]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(st.sampled_from("apsc"), st.integers(0, 30), st.sampled_from("xyz"), st.floats(0, 3)), max_size=120

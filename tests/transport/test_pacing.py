@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.transport.pacing import Credits, Outbox
@@ -195,7 +196,7 @@ class CreditsMachine(RuleBasedStateMachine):
 
 
 TestCredits = CreditsMachine.TestCase
-TestCredits.settings = settings(max_examples=60, stateful_step_count=30)
+TestCredits.settings = settings(max_examples=examples(60), stateful_step_count=30)
 
 
 @given(counts=st.lists(st.integers(1, 12), min_size=2, max_size=6), size=st.integers(1, 12))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import MAX_FRAME_BYTES, PeerId
 from zmqtrain.transport.pacing import (
@@ -76,7 +77,7 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
 sends = st.lists(st.tuples(st.floats(0, 0.5), st.integers(1, 2 * CHUNK)), min_size=1, max_size=40)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sends, st.floats(1e6, 1e9))
 def test_over_any_interval_no_more_goes_than_the_burst_and_the_rate(
     wanted: list[tuple[float, int]], rate: float
@@ -210,7 +211,7 @@ def test_what_is_small_does_not_overtake_what_the_port_is_not_ready_for() -> Non
     assert port.run() == ["large", "small"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.sampled_from([Use.DELTA, Use.SNAPSHOT]), st.integers(1, CHUNK)),

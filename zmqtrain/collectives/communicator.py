@@ -211,12 +211,16 @@ class Communicator:
     def shrink(self, timeout_seconds: float | None = None) -> Self:
         """Go on after a loss: return the communicator of those who live, once all of them have called this.
 
-        Ranks keep their order and are renumbered. Also after calls differed; then all go on. Raises PeerLost if it is
-        this process that was lost, CollectiveTimeout if somebody who lives does not call it, LocalProtocolError if
-        nothing is wrong or this was done before.
+        Ranks keep their order and are renumbered. Also after calls differed; then all go on. Also when a rank has
+        closed this communicator: all calls of the others then end with PeerLost, so that they call this too.
+        Raises PeerLost if it is this process that was lost, CollectiveTimeout if somebody who lives does not call it,
+        LocalProtocolError if nothing is wrong or this was done before.
         """
         self._endpoint.check_may_wait()
-        error = self._group.broken
+        group = self._group
+        if (error := group.broken) is None and (left := group.who_left()) is not None:
+            error = left
+            self._endpoint.port.call(lambda: group.break_off(left))
         if self._closed or error is None or self._next is not None:
             state = "is closed" if self._closed else "has lost nobody" if error is None else "was shrunk before"
             raise LocalProtocolError(f"this communicator {state}: shrink once, after PeerLost or CollectiveMismatch")

@@ -290,6 +290,10 @@ class Group:
         """Return the error of calls that need a lost rank, or the hub."""
         return PeerLost("the hub" if rank == HUB else self.names[rank], why, rank)
 
+    def who_left(self) -> PeerLost | None:
+        """Return the error of a rank that has closed its communicator, if there is one; from any thread."""
+        return next((error for rank, error in list(self._gone.items()) if rank != HUB), None)
+
     # ------------------------------------------------------------------ what this rank asks for
 
     def begin(self, request: Request[Any], text: str, phases: Phases, confirm: bool, operation: str) -> None:

@@ -129,6 +129,10 @@ class PeerLost(ZmqTrainError):
         self.peer, self.why, self.rank = peer, why, rank
 
 
+class StageLost(ZmqTrainError):
+    """A stage of a pipeline was lost with its copy: its parameters are nowhere any more."""
+
+
 class CollectiveMismatch(ZmqTrainError):
     """Two ranks of a group made different calls where all must make the same: the message names both."""
 

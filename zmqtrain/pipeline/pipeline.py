@@ -57,7 +57,7 @@ from zmqtrain.pipeline.schedule import (
     as_schedule,
     steps_in_flight,
 )
-from zmqtrain.pipeline.split import MicroBatches, Split
+from zmqtrain.pipeline.split import Split
 from zmqtrain.pipeline.stage import HeldLeaf
 from zmqtrain.pipeline.stage_run import StageRun
 from zmqtrain.pipeline.trace import Loss
@@ -185,16 +185,17 @@ class Pipeline:
         Raises DoesNotFit if these PCs cannot hold the model, ConfigError as `split` and `Pipeline`.
         """
         first = jax.random.key(0) if key is None else key
-        batches = MicroBatches(jax.eval_shape(lambda tree: tree, batch), micro_batches, frozenset(uncut))
         schedule = as_schedule(settings.pop("schedule", "1f1b"))
         placement = place(
             comm,
             loss_fn,
             jax.eval_shape(init_fn, first),
             optimizer,
-            batches,
+            batch,
+            micro_batches=micro_batches,
+            uncut=uncut,
             schedule=schedule,
-            boundary=Boundary(settings.get("codec", "bf16")),
+            codec=settings.get("codec", "bf16"),
             memory_bytes=memory_bytes,
         )
         number = placement.ranks.index(comm.rank)

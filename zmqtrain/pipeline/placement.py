@@ -4,7 +4,8 @@ Rule 1: the segments lie between places where few bytes travel, or between the m
 forward and backward, compiled as in the run, with values of its own making; segments that are alike are measured once.
 Rule 2: the plan is `partition`'s, of one pipeline of all PCs: the slow PC gets fewer segments, the small one those that
 it can hold. All PCs plan with the same figures, so all have the same plan, and nobody has to be told of it.
-Rule 3: what a stage holds is counted, and what its backward pass needs besides is what the compiler says.
+Rule 3: what a stage holds is counted. What its backward pass needs besides is what the compiler says of each segment,
+times what it says of whole stages over the sum of their segments: these use memory one after the other.
 Source: Zheng et al. 2022 (Alpa), sec. 5 and 6.
 """
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,8 @@ PASSES = 3
 """A segment's passes are timed so often; the median counts."""
 MEMORY_SHARE = 0.9
 """Of a card's memory, or of a PC's free memory, what a stage may use."""
+BOUNDLESS = 1 << 60
+"""The memory of a PC in the trial whose stages are compiled, to see what they need."""
 FILLING = 0.01
 """Parameters and activations have this value while a segment is measured."""
 
@@ -53,13 +56,42 @@ class SegmentFigures(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A loss cut into segments, and what each of them costs on PCs. pcs: in the order of the ranks that measured.
+    batches: the form of a batch, and how it is cut.  link: of each port."""
+
+    loss_fn: Loss
+    params: Any
+    batches: MicroBatches
+    segments: Split
+    costs: tuple[SegmentCost, ...]
+    pcs: tuple[PC, ...]
+    schedule: Schedule
+    link: LinkModel | None
+
+    def placed(self, pcs: Sequence[PC]) -> Placement:
+        """Return the plan for these PCs, in the order of the ranks that are to train. Raises DoesNotFit."""
+        of_all = partition(
+            self.costs, pcs, self.batches.count, schedule=self.schedule.name, link=self.link, pcs_per_pipeline=len(pcs)
+        )
+        plan, batches = of_all.pipelines[0], self.batches
+        positions = [self.segments.cuts[stage.begin - 1].position for stage in plan.stages[1:]]
+        stages = split(
+            self.loss_fn, self.params, batches.batch, positions, micro_batches=batches.count, uncut=batches.uncut
+        )
+        names = [pc.name for pc in pcs]
+        ranks = tuple(names.index(stage.pc) for stage in plan.stages)
+        return Placement(stages=stages, ranks=ranks, measured=self, plan=plan)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Stages, and who computes them. ranks: of each stage, that of its PC.  segments: what was measured and counted of
-    each.  plan: what is predicted; its stages count segments."""
+    """Stages, and who computes them. ranks: of each stage, that of its PC.  measured: what the plan follows from.
+    plan: what is predicted; its stages count segments."""
 
     stages: Split
     ranks: tuple[int, ...]
-    segments: tuple[SegmentCost, ...]
+    measured: Measured
     plan: PlannedPipeline
 
     def __str__(self) -> str:
@@ -69,7 +101,7 @@ class Placement:
         for number, stage in enumerate(plan.stages):
             held = ", ".join(leaf.name for leaf in self.stages[number].held[:3])
             lines.append(
-                f"stage {number} at {stage.pc}: {stage.end - stage.begin} of {len(self.segments)} segments, "
+                f"stage {number} at {stage.pc}: {stage.end - stage.begin} of {len(self.measured.costs)} segments, "
                 f"{1e3 * stage.seconds:.3g} ms a micro-batch, {stage.memory_bytes / 1e6:.4g} MB ({held}, ...)"
             )
         return "\n".join(lines)
@@ -80,34 +112,51 @@ def place(
     loss_fn: Loss,
     params: Any,
     optimizer: optax.GradientTransformation | None,
-    batches: MicroBatches,
+    batch: Any,
     *,
-    schedule: Schedule,
-    boundary: Boundary,
+    micro_batches: int,
+    uncut: Collection[str] = (),
+    schedule: Schedule | None = None,
+    codec: str = "bf16",
     memory_bytes: int | None = None,
     link: LinkModel | None = None,
 ) -> Placement:
     """Measure the segments of a loss on all PCs of a communicator, and return the plan. All ranks call it.
 
-    params: shapes of the whole tree (`jax.eval_shape`).  batches: the form of a batch, and how it is cut.
-    memory_bytes: what a stage may use here; None: most of the card's memory, or of what is free.  link: of each port.
+    params: shapes of the whole tree (`jax.eval_shape`).  batch: a whole one, or shapes.  micro_batches, uncut: as of
+    `split`.  schedule: 1f1b if None.  codec: of what travels.  memory_bytes: what a stage may use here; None: nine
+    tenths of what the card has, or of what is free.  link: of each port; 1 Gb/s if None.
     Raises ConfigError for a loss with fewer segments than PCs, DoesNotFit on all ranks where the PCs cannot hold it.
     """
+    boundary = Boundary(codec)
+    batches = MicroBatches(jax.eval_shape(lambda tree: tree, batch), micro_batches, frozenset(uncut))
     segments = cut_into_segments(loss_fn, params, batches, comm.size)
     own = [*(figure for one in measure(segments) for figure in one), float(memory_bytes or usable_memory())]
     told = comm.allgather(np.array(own))
     names = [f"{name} ({rank})" if comm.names.count(name) > 1 else name for rank, name in enumerate(comm.names)]
-    figures = {name: [SegmentFigures(*row) for row in one[:-1].reshape(-1, 3)]
-               for name, one in zip(names, told, strict=True)}  # fmt: skip
-    pcs = [PC(name=name, memory_bytes=int(one[-1])) for name, one in zip(names, told, strict=True)]
-    costs = costs_of(segments, figures, optimizer, boundary)
-    plan = partition(
-        costs, pcs, batches.count, schedule=schedule.name, link=link, pcs_per_pipeline=comm.size
-    ).pipelines[0]
-    positions = [segments.cuts[stage.begin - 1].position for stage in plan.stages[1:]]
-    stages = split(loss_fn, params, batches.batch, positions, micro_batches=batches.count, uncut=batches.uncut)
-    ranks = tuple(names.index(stage.pc) for stage in plan.stages)
-    return Placement(stages=stages, ranks=ranks, segments=tuple(costs), plan=plan)
+    figures = {
+        name: [SegmentFigures(*row) for row in one[:-1].reshape(-1, 3)] for name, one in zip(names, told, strict=True)
+    }
+    measured = Measured(
+        loss_fn=loss_fn,
+        params=params,
+        batches=batches,
+        segments=segments,
+        costs=tuple(costs_of(segments, figures, optimizer, boundary)),
+        pcs=tuple(PC(name=name, memory_bytes=int(one[-1])) for name, one in zip(names, told, strict=True)),
+        schedule=schedule or Schedule(),
+        link=link,
+    )
+    trial = measured.placed([replace(pc, memory_bytes=BOUNDLESS) for pc in measured.pcs])
+    own_stage = trial.stages[trial.ranks.index(comm.rank)]
+    working = comm.allgather(np.array([working_bytes(own_stage.compile()[1])]))
+    shares = [
+        float(working[rank][0]) / max(1, sum(cost.activation_bytes for cost in measured.costs[stage.begin : stage.end]))
+        for stage, rank in zip(trial.plan.stages, trial.ranks, strict=True)
+    ]
+    share = min(1.0, max(shares))
+    costs = tuple(replace(cost, activation_bytes=int(share * cost.activation_bytes)) for cost in measured.costs)
+    return replace(measured, costs=costs).placed(measured.pcs)
 
 
 def cut_into_segments(loss_fn: Loss, params: Any, batches: MicroBatches, pcs: int) -> Split:
@@ -201,8 +250,13 @@ def _measure(segment: Stage) -> SegmentFigures:
         gradients = result[1]
         seconds.append((between - begun, time.perf_counter() - between))
     forward_seconds, backward_seconds = (statistics.median(column) for column in zip(*seconds[1:], strict=True))
+    return SegmentFigures(forward_seconds, backward_seconds, working_bytes(backward))
+
+
+def working_bytes(backward: jax.stages.Compiled) -> float:
+    """Return the bytes that a backward pass needs besides what it is given and gives; 0 where no compiler says it."""
     said = backward.memory_analysis()
-    return SegmentFigures(forward_seconds, backward_seconds, float(0 if said is None else said.temp_size_in_bytes))
+    return float(0 if said is None else said.temp_size_in_bytes)
 
 
 def _wait_for(result: Any) -> Any:

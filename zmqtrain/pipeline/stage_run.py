@@ -92,8 +92,8 @@ class StageRun:
 
     def update(self, version: int, gradients: Any) -> None:
         """Apply the gradient of a step: version `version` + 1 of the parameters is made of the newest, `version`.
-        Without an optimizer they are the same; with one, the memory of the old parameters, or else that of the gradient,
-        becomes theirs."""
+        Without an optimizer they are the same; with one, the memory of the old parameters becomes theirs, or else that
+        of the gradient."""
         own = self._versions[version]
         if self.optimizer is not None:
             own, self.optimizer_state = self._updated(own, gradients, self.optimizer_state)

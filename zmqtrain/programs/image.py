@@ -172,7 +172,6 @@ def _normalize(images: Any, mean: Any, deviation: Any) -> jax.Array:
     return normal
 
 
-@partial(jax.jit, static_argnames=("pooled", "width", "classes"))
 def _fresh_params(key: jax.Array, pooled: int, width: int, classes: int) -> Any:
     """`pooled` is the number of pixels that are left after both poolings."""
 

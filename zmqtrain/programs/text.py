@@ -167,7 +167,6 @@ def next_byte_logits(params: Params, text: jax.Array, heads: int) -> jax.Array:
     return logits.reshape(*text.shape, BYTES)
 
 
-@partial(jax.jit, static_argnames=("width", "layers", "tied"))
 def _fresh_params(key: jax.Array, width: int, layers: int, tied: bool) -> Any:
     hidden, branch_end = 4 * width, 1 / sqrt(2 * layers)
     layout: Params = {"embedding": Initial((BYTES, width), 1 / sqrt(width)), "norm": Initial((width,), value=1)}
