@@ -12,7 +12,8 @@ limit (RLIMIT_DATA). Its cut is that of `Pipeline.create`.  peak: the most that 
 before its parameters were made.
 Rule 4: `--faults` trains the text program on four PCs, and kills or unplugs one in the middle of a step. The others
 have to train on with the same batches.  next_step: seconds from the fault to the end of the next step on all PCs that
-are left; compiling: of these, those in which the new stages were compiled, at the PC that took longest.
+are left; recovering: from the error to the beginning of that step, and compiling: of these, those in which the new
+stages were compiled, both of the PC that took longest.
 Rule 5: `--learning` trains the text program in one process, with and without a flush, on the same batches.
 Rule 6: `simulated` is what `zmqtrain sim` makes of the same row: the same machine of the schedule in virtual time.
 
@@ -55,7 +56,7 @@ ROWS, WIDTH = 1024, 2048
 """Tokens of a micro-batch, and values of each: a carry of 4.2 MB in bf16."""
 LAYERS = 28
 MEET_SECONDS = 120.0
-FAULT_STAGES, LOST, FAULT_STEP, FAULT_STEPS, FAULT_EVERY = 4, 2, 12, 24, 4
+FAULT_STAGES, LOST, FAULT_STEP, FAULT_STEPS, FAULT_EVERY = 4, 2, 14, 24, 4
 FAULT_SECONDS = 5.0
 """Within so many seconds, and what compiling takes, the step after a lost PC is to be complete."""
 MEMORY_STAGES, MEMORY_WIDTH, MEMORY_STEPS = 4, 1024, 3
@@ -353,6 +354,7 @@ def _measure_fault(fault: str, rate: float, undisturbed: Sequence[float]) -> dic
         "fault": fault,
         "next_step_s": max(ends) - at,
         "compiling_s": compiling,
+        "recovering_s": max(answer["recovering"] for answer in answers),
         "without_compiling": max(ends) - at - compiling,
         "bar": FAULT_SECONDS,
         "step_s": statistics.median(durations),
@@ -400,17 +402,27 @@ def _be_survivor(plan: dict[str, Any], number: int) -> None:
         ) as pipeline,
     ):  # fmt: skip
         losses, ends = list[float](), [time.monotonic()]
-        went_on = compiling = 0.0
+        went_on = compiling = recovering = 0.0
         for step, batch in enumerate(batches):
             known = len(pipeline.recoveries)
             losses.append(pipeline.step(batch))
             ends.append(time.monotonic())
             if len(pipeline.recoveries) > known:
                 went_on, compiling = ends[-2], pipeline.recoveries[-1].compile_seconds
+                recovering = pipeline.recoveries[-1].seconds
             if step == FAULT_STEP - 1:
                 say({"step_s": statistics.median(after - before for before, after in itertools.pairwise(ends[2:]))})
         again = sum(one.again for one in pipeline.recoveries)
-        say({"losses": losses, "ends": ends, "went_on": went_on, "compiling": compiling, "again": again})
+        say(
+            {
+                "losses": losses,
+                "ends": ends,
+                "went_on": went_on,
+                "compiling": compiling,
+                "again": again,
+                "recovering": recovering,
+            }
+        )
         pipeline.comm.barrier()
 
 

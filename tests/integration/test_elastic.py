@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,12 @@ class Leaves(Exception):
 
 
 @pytest.fixture(autouse=True)
-def few_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "SEGMENTS_PER_PC", 2)  # each of three PCs compiles each of them
+def compile_little(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(placement, "SEGMENTS_PER_PC", 2)
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,7 @@ def test_losses_one_after_the_other_leave_one_pc_that_has_all(hub: str, batches:
     np.testing.assert_allclose(losses, undisturbed(placed, batches), atol=0.02)
 
 
+@pytest.mark.nightly
 def test_counts_of_the_optimizer_go_on(hub: str, batches: list[Any]) -> None:
     optimizer = optax.adamw(optax.linear_schedule(1e-3, 0.0, 100))
 
@@ -147,6 +152,7 @@ def test_a_stage_that_is_lost_with_its_copy_is_said_to_be(hub: str, batches: lis
     assert (isinstance(found, StageLost) and "stage 0" in str(found)) or len(found) >= 1
 
 
+@pytest.mark.nightly
 def test_a_loss_that_is_not_finite_is_nobodys_loss(hub: str, batches: list[Any]) -> None:
     def train(pipeline: ElasticPipeline) -> Any:
         for _ in pipeline.steps(batches):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.pipeline.losses import NAMES, case
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import encode_payload
-from zmqtrain.pipeline.elastic import _Copy, common, flat, tree_of, values_of
+from zmqtrain.pipeline.elastic import _Copy, _counted, common, flat, tree_of, values_of
 from zmqtrain.pipeline.split import Split, split
 
 FLOAT32 = codec_from_spec("float32")
@@ -31,6 +32,14 @@ def test_a_copy_can_go_back_two_versions_and_no_further() -> None:
     assert (copy.version, copy.newest) == (6, 6)
     copy.add(change(8.0), FLOAT32)
     assert copy.at(7, FLOAT32).tolist() == [11.0] * 3
+
+
+def test_counts_of_an_optimizer_go_on_and_its_moments_begin_anew() -> None:
+    state = optax.adamw(optax.linear_schedule(1e-3, 0.0, 9)).init({"w": jnp.ones(3)})
+    counted = jax.tree.map(lambda leaf: _counted(leaf, 7), state)
+    counts = [int(leaf) for leaf in jax.tree.leaves(counted) if leaf.ndim == 0]
+    assert counts and set(counts) == {7}
+    assert all(not leaf.any() for leaf in jax.tree.leaves(counted) if leaf.ndim)
 
 
 def cut(name: str, count: int) -> Split:

@@ -357,13 +357,14 @@ class ElasticPipeline:
             copy.at(version, self._codec)
         left = [old.placement.measured.pcs[old.places[rank]] for rank in was]
         placement = old.placement.measured.placed(left)
-        compiling = time.monotonic()
-        placement.stages[placement.ranks.index(comm.rank)].compile()
-        compiled = time.monotonic()
         self._prepared = self._fetched(old, comm, was, placement, version)
         comm.barrier()
         self._commit()
-        self._pipeline = pipeline = self._build()
+        pipeline = self._build()
+        compiling = time.monotonic()
+        pipeline.run.compile()
+        compiled = time.monotonic()
+        self._pipeline = pipeline
         assert self._broken is not None
         (begun, steps, names), self._broken = self._broken, None
         lost = tuple(name for name in names if name not in self._layout.names)

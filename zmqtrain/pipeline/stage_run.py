@@ -81,6 +81,14 @@ class StageRun:
             self._losses[task.step] = result.loss if before is None else before + result.loss
         return result.cotangents
 
+    def compile(self) -> None:
+        """Compile the passes and the update now, and not in the first step."""
+        self.stage.compile()
+        shapes = self.stage.own_shapes
+        self._mean.lower(shapes).compile()
+        if self.optimizer is not None:
+            self._updated.lower(shapes, shapes, self.optimizer_state).compile()
+
     def take_gradients(self, step: int) -> Any:
         """Return the gradient of a step whose backward passes are done: the mean of its micro-batches."""
         return self._mean(self._gradients.pop(step))
