@@ -135,7 +135,7 @@ def test_counts_of_the_optimizer_go_on(hub: str, batches: list[Any]) -> None:
         one for one in on_all(hub, "elastic-counts", 2, train, optimizer=optimizer) if not isinstance(one, Leaves)
     ]
     counts = [int(leaf) for leaf in jax.tree.leaves(state) if np.ndim(leaf) == 0]
-    assert counts and set(counts) == {STEPS}
+    assert max(counts) == STEPS > min(counts)  # of the rate, and of the moments
 
 
 @pytest.mark.nightly

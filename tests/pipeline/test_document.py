@@ -61,8 +61,10 @@ def test_the_part_about_stages_is_a_program_that_prints_what_it_says(part, capsy
     assert part.count("```text") == sum(bool(said) for _, said in blocks)
 
 
-def test_the_loop_of_the_page_is_python_and_uses_what_there_is():
-    ((source, _),) = PROGRAM.findall(ON_PCS)
-    compile(source, "pipeline.md", "exec")
+def test_the_loops_of_the_page_are_python_and_use_what_there_is():
+    sources = [source for source, _ in PROGRAM.findall(ON_PCS)]
+    assert len(sources) == 2
+    for source in sources:
+        compile(source, "pipeline.md", "exec")
     for name in re.findall(r"pipeline\.(\w+)", ON_PCS.replace("pipeline.md", "").replace("pipeline.py", "")):
-        assert hasattr(Pipeline, name) or name in ("statistics", "safetensors"), name
+        assert hasattr(Pipeline, name) or name in ("statistics", "recoveries", "safetensors"), name

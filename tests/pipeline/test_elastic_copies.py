@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.pipeline.losses import NAMES, case
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import encode_payload
-from zmqtrain.pipeline.elastic import _Copy, _counted, common, flat, tree_of, values_of
+from zmqtrain.pipeline.elastic import _Copy, common, counted, flat, tree_of, values_of
 from zmqtrain.pipeline.split import Split, split
 
 FLOAT32 = codec_from_spec("float32")
@@ -34,12 +34,11 @@ def test_a_copy_can_go_back_two_versions_and_no_further() -> None:
     assert copy.at(7, FLOAT32).tolist() == [11.0] * 3
 
 
-def test_counts_of_an_optimizer_go_on_and_its_moments_begin_anew() -> None:
+def test_the_count_of_a_schedule_goes_on_and_that_of_moments_starts_again() -> None:
     state = optax.adamw(optax.linear_schedule(1e-3, 0.0, 9)).init({"w": jnp.ones(3)})
-    counted = jax.tree.map(lambda leaf: _counted(leaf, 7), state)
-    counts = [int(leaf) for leaf in jax.tree.leaves(counted) if leaf.ndim == 0]
-    assert counts and set(counts) == {7}
-    assert all(not leaf.any() for leaf in jax.tree.leaves(counted) if leaf.ndim)
+    moments, *_, rate = counted(state, 7)
+    assert int(moments.count) == 0, "the moments are of no gradient"
+    assert int(rate.count) == 7
 
 
 def cut(name: str, count: int) -> Split:

@@ -220,7 +220,7 @@ class Communicator:
         group = self._group
         if (error := group.broken) is None and (left := group.who_left()) is not None:
             error = left
-            self._endpoint.port.call(lambda: group.break_off(left))
+            self._endpoint.port.call(lambda: group.go_on_without(left))
         if self._closed or error is None or self._next is not None:
             state = "is closed" if self._closed else "has lost nobody" if error is None else "was shrunk before"
             raise LocalProtocolError(f"this communicator {state}: shrink once, after PeerLost or CollectiveMismatch")

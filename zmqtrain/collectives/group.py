@@ -278,6 +278,7 @@ class Group:
         self.calls = Calls(self.rank, self.size, self)
         self.matching = Matching(self.rank, self)
         self._gone: dict[int, PeerLost] = {}  # who has closed its communicator; the hub
+        self._closing: dict[int, PeerLost] = {}  # who refuses messages, for it is about to close
         self._last = ""
         self._doing: Call | Transfer | None = None  # what it did last, as long as that goes on
         self._questions: list[_Question] = []
@@ -291,8 +292,14 @@ class Group:
         return PeerLost("the hub" if rank == HUB else self.names[rank], why, rank)
 
     def who_left(self) -> PeerLost | None:
-        """Return the error of a rank that has closed its communicator, if there is one; from any thread."""
-        return next((error for rank, error in list(self._gone.items()) if rank != HUB), None)
+        """Return the error of a rank that has closed its communicator, or does, if there is one; from any thread."""
+        left = [*self._gone.items(), *self._closing.items()]
+        return next((error for rank, error in left if rank != HUB), None)
+
+    def go_on_without(self, error: PeerLost) -> None:
+        """End this communicator, for a rank has left."""
+        self.endpoint.note_lost(self.members[error.rank], error.why)
+        self.break_off(error)
 
     # ------------------------------------------------------------------ what this rank asks for
 
@@ -372,7 +379,8 @@ class Group:
                 error = self._gone[source] = self.lost(source, why)
                 self.matching.lose(source, error, alone=all(rank in self._gone for rank in self.others))
             elif kind == Kind.TAKE and head.flag == CLOSING:
-                self.matching.refused(source, head.number, self.lost(source, _LEFT))
+                error = self._closing[source] = self.lost(source, _LEFT)
+                self.matching.refused(source, head.number, error)
             else:
                 self.matching.hear(source, head, values)
         except FramingError as error:

@@ -296,7 +296,7 @@ class Positions:
         done = np.concatenate([[0.0], np.cumsum(self.work)])
         found, since = list[int](), 0.0
         for position in positions:
-            if position in kept or least_work <= done[position] - since <= 1 - least_work - since:
+            if position in kept or since + least_work <= done[position] <= 1 - least_work:
                 found.append(int(position))
                 since = done[position]
         return np.array(found)

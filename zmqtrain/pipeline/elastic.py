@@ -1,4 +1,4 @@
-"""A pipeline that goes on when a PC is lost: the others cut the model anew, fetch its leaves from copies, and train on.
+"""A pipeline that survives lost PCs: each stage has a copy at the next stage's PC, and the others cut the model again.
 
     with zt.Communicator.create("tcp://hub:5555", size=4) as comm:
         pipeline = zt.ElasticPipeline.create(comm, loss_fn, init_fn, optax.adamw(1e-3), batch, micro_batches=16)
@@ -7,10 +7,12 @@
 
 Rule 1: every `copy_every` steps a stage sends what its parameters have changed since the last time, encoded, to the PC
 of the next stage, which adds it to its copy: stage and neighbour then hold the same copy, bit for bit. What the code
-leaves out is sent the next time (error feedback). No PC holds more than its stage and two copies, on its host.
+leaves out is sent the next time (error feedback). Three vectors of the size of a stage, and up to four encoded changes,
+are on each PC's host.
 Rule 2: when a PC is lost, the others take the newest version that all of them can make, plan without the PC, and fetch
 the leaves of their new stages from copies. The batches since that version are trained on again: no step is left out.
-Rule 3: moments of the optimizer begin anew; its counts (a warm-up of the rate) are those of the version.
+Rule 3: moments of the optimizer, and the counts beside them, start from zero. Counts of schedules (a warm-up of the
+rate) are those of the version.
 Rule 4: nobody uses new stages before all have them. A PC that is lost meanwhile costs another round of Rule 2.
 Rule 5: two PCs of neighbouring stages that are lost at once take a stage with them: StageLost.
 Source: Wang et al. 2023 (Gemini: checkpoints in the memory of other PCs); Seide et al. 2014 (error feedback).
@@ -21,13 +23,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +55,11 @@ logger = logging.getLogger(__name__)
 
 Vector = npt.NDArray[np.float32]
 Frames = list[npt.NDArray[np.uint8]]
-Result = TypeVar("Result")
 
 _COPY, _LEAF = 6 << 40, 7 << 40
 """Tags of changes of a copy, and of leaves of a new stage, beside those of `Pipeline`."""
+_COPIES = 5
+"""Vectors of the size of a stage on its PC's host, at most: two copies, what was sent last, and changes."""
 _KEPT = 2
 """So many changes are kept beside a copy: stages are at most two versions apart."""
 
@@ -101,13 +105,13 @@ class _Copy:
 
 @dataclass(kw_only=True)
 class _Layout:
-    """Who has what, of one set of PCs. epoch: counts the layouts.  comm: of those PCs.  places: of its ranks, those
-    among the PCs that were measured.  own: the copy of the own stage; before: of the stage before it, None if there is
-    one PC only."""
+    """Who has what, of one set of PCs. epoch: counts the layouts.  comm: of those PCs.  measured_ranks: of each of its
+    ranks, that with which it was measured.  own: the copy of the own stage; before: of the stage before it, None if
+    there is one PC only."""
 
     epoch: int
     comm: Communicator
-    places: tuple[int, ...]
+    measured_ranks: tuple[int, ...]
     placement: Placement
     own: _Copy
     before: _Copy | None
@@ -115,7 +119,7 @@ class _Layout:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the PCs, by rank."""
-        return tuple(self.placement.measured.pcs[place].name for place in self.places)
+        return tuple(self.placement.measured.pcs[place].name for place in self.measured_ranks)
 
     @property
     def number(self) -> int:
@@ -124,7 +128,7 @@ class _Layout:
 
     @property
     def number_before(self) -> int:
-        """Of the stage whose copy is here."""
+        """Of the stage before it, which has its copy here."""
         return (self.number - 1) % self.comm.size
 
 
@@ -144,7 +148,7 @@ class ElasticPipeline:
         self._copier = ThreadPoolExecutor(1, "zmqtrain-pipeline-copier")
         self._steps_done, self._loss = 0, 0.0
         """Steps done, and the loss of the last."""
-        self._first, self._since = 0, deque[Any]()
+        self._replay_from, self._replay = 0, deque[Any]()
         """The batches that may be trained on again, and the step of the first of them."""
         self._sent = layout.own.values.copy()
         """The newest version of the own copy: what the next change starts from."""
@@ -153,6 +157,8 @@ class ElasticPipeline:
         self._comm = layout.comm
         """The newest communicator: that of the layout, or one of those that prepare the next."""
         self._prepared: _Layout | None = None
+        self._acts, self._acts_of_all, self._result = 0, 0, None
+        """Calls that need all PCs: how many ended here, and on any PC; and the last result here."""
         self._broken: tuple[float, int, tuple[str, ...]] | None = None
         """Of a loss that is not made good: when it was seen, the steps done by then, and the PCs before it."""
         self.recoveries: list[Recovery] = []
@@ -180,7 +186,7 @@ class ElasticPipeline:
         """Measure, plan and make the own parameters, as `Pipeline.create` does, and a copy of the stage before.
 
         copy_every: steps between two copies: so many, and those in flight, are trained on again after a loss.
-        copy_codec: of the changes.  settings: as of `Pipeline`: codec, recorded.
+        copy_codec: of the changes.  settings: as of `Pipeline`: codec.
         Raises ConfigError for the schedule 2bw, whose stages hold two versions, and as `Pipeline.create` does.
         """
         rule = as_schedule(schedule)
@@ -200,6 +206,7 @@ class ElasticPipeline:
             schedule=rule,
             codec=settings.get("codec", "bf16"),
             memory_bytes=memory_bytes,
+            copies=_COPIES,
         )
         number, stages = placement.ranks.index(comm.rank), placement.stages
         before = None
@@ -207,21 +214,22 @@ class ElasticPipeline:
             neighbour = stages[(number - 1) % comm.size]
             before = _Copy(flat(neighbour.init(init_fn, first)), 0)
         own = _Copy(flat(stages[number].init(init_fn, first)), 0)
-        places = tuple(range(comm.size))
-        layout = _Layout(epoch=0, comm=comm, places=places, placement=placement, own=own, before=before)
+        measured_ranks = tuple(range(comm.size))
+        layout = _Layout(epoch=0, comm=comm, measured_ranks=measured_ranks, placement=placement, own=own, before=before)
         logger.info("%s", placement)
         return cls(layout, optimizer, copy_every, copy_codec, settings | {"schedule": rule})
 
     # ------------------------------------------------------------------ training
 
     def step(self, batch: Any) -> float:
-        """Train on one whole batch; return its loss, on all ranks.
+        """Train on one whole batch, which the caller leaves as it is; return its loss, on all ranks.
 
         Raises PeerLost if it is this PC that was lost, StageLost if a stage was lost with its copy, DoesNotFit if the
         PCs that are left cannot hold the model; CollectiveTimeout, ModelMismatch, NonFiniteDelta as `Pipeline.step`.
         """
-        self._since.append(batch)
-        self._survive(lambda _: None, self._first + len(self._since))
+        self._layout.placement.stages.parts(batch)  # refused before it is kept
+        self._replay.append(batch)
+        self._retry_after_loss(lambda _: None, self._replay_from + len(self._replay))
         return self._loss
 
     def steps(self, batches: Iterable[Any]) -> Iterator[float]:
@@ -244,12 +252,14 @@ class ElasticPipeline:
         return self._layout.placement.stages[self._layout.number]
 
     def gather(self, root: int = 0) -> Any:
-        """Return the whole tree of parameters on one rank of those that are left, as `Pipeline.gather` does."""
-        return self._survive(lambda pipeline: pipeline.gather(root), self._steps_done)
+        """Return the whole tree of parameters on one rank of those that are left (the last, if there are fewer), as
+        `Pipeline.gather` does."""
+        return self._with_all(lambda pipeline: pipeline.gather(min(root, pipeline.comm.size - 1)))
 
     def save(self, path: str | Path, root: int = 0) -> None:
-        """Write all parameters to one model file on one rank of those that are left, as `Pipeline.save` does."""
-        self._survive(lambda pipeline: pipeline.save(path, root), self._steps_done)
+        """Write all parameters to one model file on one rank of those that are left (the last, if there are fewer), as
+        `Pipeline.save` does."""
+        self._with_all(lambda pipeline: pipeline.save(path, min(root, pipeline.comm.size - 1)))
 
     def close(self) -> None:
         """End the threads. The communicator stays open."""
@@ -263,13 +273,27 @@ class ElasticPipeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _survive(self, act: Callable[[Pipeline], Result], steps: int) -> Result:
+    def _with_all(self, act: Callable[[Pipeline], Any]) -> Any:
+        """Do something that needs all PCs, once. Who has passed the barrier behind it knows that all have done it, and
+        says so if a PC is lost before all others have passed it."""
+        number = self._acts + 1
+
+        def whole(pipeline: Pipeline) -> None:
+            if self._acts_of_all < number:
+                self._result = act(pipeline)
+                pipeline.comm.barrier()
+
+        self._retry_after_loss(whole, self._steps_done)
+        self._acts = number
+        return self._result
+
+    def _retry_after_loss(self, act: Callable[[Pipeline], None], steps: int) -> None:
         """Train until so many steps are done, and then do something; again on those that are left if a PC is lost."""
         while True:
             try:
-                pipeline = self._pipeline or self._go_on()
+                pipeline = self._pipeline or self._recover()
                 while self._steps_done < steps:
-                    self._loss = pipeline.step(self._since[self._steps_done - self._first])
+                    self._loss = pipeline.step(self._replay[self._steps_done - self._replay_from])
                     self._steps_done += 1
                     if self._steps_done % self._every == 0:
                         self._copy(pipeline)
@@ -277,7 +301,7 @@ class ElasticPipeline:
             except PeerLost as error:
                 if error.rank == self._comm.rank or NonFiniteDelta.__name__ in error.why:
                     raise  # this PC is the lost one; or the model is, and would be lost again
-                self._break(error)
+                self._abort(error)
 
     def _build(self) -> Pipeline:
         """Make the pipeline of the layout."""
@@ -289,7 +313,7 @@ class ElasticPipeline:
         pipeline.placement = placement
         if self._steps_done:
             state = pipeline.run.optimizer_state
-            pipeline.run.optimizer_state = jax.tree.map(lambda leaf: _counted(leaf, self._steps_done), state)
+            pipeline.run.optimizer_state = counted(state, self._steps_done)
         return pipeline
 
     # ------------------------------------------------------------------ copies
@@ -297,7 +321,10 @@ class ElasticPipeline:
     def _copy(self, pipeline: Pipeline) -> None:
         """Begin to send what has changed since the last copy to the next stage's PC."""
         layout = self._layout
-        if layout.before is None:
+        if layout.before is None:  # nobody else is left: nothing is trained on again
+            while self._replay_from < self._steps_done:
+                self._replay.popleft()
+                self._replay_from += 1
             return
         self._wait_for_copies()
         ranks = layout.placement.ranks
@@ -306,9 +333,9 @@ class ElasticPipeline:
         after = ranks[(layout.number + 1) % len(ranks)]
         self._sending = self._copier.submit(self._send_change, layout, after, values)
         oldest = (self._steps_done // self._every - 1 - _KEPT) * self._every  # nobody goes back further
-        while self._first < oldest:
-            self._since.popleft()
-            self._first += 1
+        while self._replay_from < oldest:
+            self._replay.popleft()
+            self._replay_from += 1
 
     def _send_change(self, layout: _Layout, after: int, values: Vector) -> Request[None]:
         """Encode a change and send it (in the copier's thread)."""
@@ -329,12 +356,13 @@ class ElasticPipeline:
 
     # ------------------------------------------------------------------ a lost PC
 
-    def _break(self, error: PeerLost) -> None:
+    def _abort(self, error: PeerLost) -> None:
         """End what was in flight. A change that has arrived whole is kept."""
         logger.warning("%s; the others go on without", error)
         self._broken = self._broken or (time.monotonic(), self._steps_done, self._layout.names)
+        traceback.clear_frames(error.__traceback__)  # gradients may be in them
         if self._pipeline is not None:
-            self._pipeline.close()
+            self._pipeline.discard()
             self._pipeline = None
         if self._sending is not None:
             self._sending.exception()  # waits for the copier
@@ -342,22 +370,27 @@ class ElasticPipeline:
             self._wait_for_copies()
         self._sending = self._receiving = None
 
-    def _go_on(self) -> Pipeline:
+    def _recover(self) -> Pipeline:
         """Agree with the PCs that are left, fetch the leaves of new stages, and begin with them. Raises PeerLost if
         another PC is lost meanwhile, StageLost, DoesNotFit."""
         comm = self._comm = self._comm.shrink()
-        if max(int(one[0]) for one in comm.allgather(np.array([self._layout.epoch]))) > self._layout.epoch:
+        epoch, self._acts_of_all = (
+            max(map(int, column))
+            for column in zip(*comm.allgather(np.array([self._layout.epoch, self._acts])), strict=True)
+        )
+        if epoch > self._layout.epoch:
             self._commit()  # others have, before a further PC was lost: so all were prepared
-        old = self._layout
+        old, self._prepared = self._layout, None
         own_and_before = [old.own, *([] if old.before is None else [old.before])]
         told = comm.allgather(np.array([old.comm.rank, min(copy.newest for copy in own_and_before)]))
         was = [int(rank) for rank, _ in told]
         version = min(int(newest) for _, newest in told)
         for copy in own_and_before:
             copy.at(version, self._codec)
-        left = [old.placement.measured.pcs[old.places[rank]] for rank in was]
+        holders = [self._holder(old, was, stage.number) for stage in old.placement.stages]
+        left = [old.placement.measured.pcs[old.measured_ranks[rank]] for rank in was]
         placement = old.placement.measured.placed(left)
-        self._prepared = self._fetched(old, comm, was, placement, version)
+        self._prepared = self._fetched(old, comm, was, placement, holders, version)
         comm.barrier()
         self._commit()
         pipeline = self._build()
@@ -382,7 +415,13 @@ class ElasticPipeline:
         self._steps_done = self._layout.own.version * self._every
 
     def _fetched(
-        self, old: _Layout, comm: Communicator, was: Sequence[int], placement: Placement, version: int
+        self,
+        old: _Layout,
+        comm: Communicator,
+        was: Sequence[int],
+        placement: Placement,
+        holders: Sequence[tuple[int, _Copy]],
+        version: int,
     ) -> _Layout:
         """Send the leaves of old stages to those that hold them now, and return the new layout."""
         size, me = comm.size, comm.rank
@@ -391,7 +430,7 @@ class ElasticPipeline:
         held = {one: np.empty(values_of(placement.stages[one]), np.float32) for one in numbers}
         sends = []
         for stage in old.placement.stages:
-            holder, copy = self._holder(old, was, stage.number)
+            holder, copy = holders[stage.number]
             for new in placement.stages:
                 for taker in dict.fromkeys((placement.ranks[new.number], placement.ranks[(new.number + 1) % size])):
                     for source, target in common(stage, new):
@@ -404,9 +443,9 @@ class ElasticPipeline:
         for request in sends:
             request.wait()
         copies = [_Copy(held[one], version) for one in held]
-        places = tuple(old.places[rank] for rank in was)
+        measured_ranks = tuple(old.measured_ranks[rank] for rank in was)
         return _Layout(
-            epoch=old.epoch + 1, comm=comm, places=places, placement=placement, own=copies[0],
+            epoch=old.epoch + 1, comm=comm, measured_ranks=measured_ranks, placement=placement, own=copies[0],
             before=copies[1] if size > 1 else None,
         )  # fmt: skip
 
@@ -455,11 +494,11 @@ def values_of(stage: Stage) -> int:
 
 def common(source: Stage, target: Stage) -> Iterator[tuple[slice, slice]]:
     """Yield where the values that two stages both hold are in the flat vector of the one and of the other."""
-    places = {leaf.number: (leaf, start) for leaf, start in _starts(target)}
+    measured_ranks = {leaf.number: (leaf, start) for leaf, start in _starts(target)}
     for leaf, start in _starts(source):
-        if leaf.number not in places:
+        if leaf.number not in measured_ranks:
             continue
-        other, other_start = places[leaf.number]
+        other, other_start = measured_ranks[leaf.number]
         row, mine, others = prod(leaf.whole.shape[1:]), _rows(leaf), _rows(other)
         first, last = max(mine.start, others.start), min(mine.stop, others.stop)
         if first < last:
@@ -481,7 +520,17 @@ def _rows(leaf: HeldLeaf) -> Rows:
     return leaf.rows or Rows(0, leaf.whole.shape[0] if leaf.whole.shape else 1)
 
 
-def _counted(leaf: Any, steps: int) -> Any:
-    """A leaf of an optimizer's state: a count of steps is that of `steps`, all else begins anew."""
-    is_count = jnp.ndim(leaf) == 0 and jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
-    return jnp.asarray(steps, leaf.dtype) if is_count else leaf
+def counted(state: Any, steps: int) -> Any:
+    """Return a fresh optimizer state in which the counts of schedules are `steps`. A count beside moments stays 0: it
+    says how many gradients are in them (Kingma and Ba 2015, bias correction)."""
+
+    def has_moments(node: Any) -> bool:
+        names = getattr(node, "_fields", ())
+        is_transform = "count" in names and "inner_state" not in names
+        return is_transform and any(jnp.ndim(leaf) for leaf in jax.tree.leaves(node))
+
+    def with_steps(node: Any) -> Any:
+        is_count = not has_moments(node) and jnp.ndim(node) == 0 and jnp.issubdtype(jnp.result_type(node), jnp.integer)
+        return jnp.asarray(steps, node.dtype) if is_count else node
+
+    return jax.tree.map(with_steps, state, is_leaf=has_moments)

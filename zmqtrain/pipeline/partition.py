@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from zmqtrain.core.errors import ConfigError, DoesNotFit
 from zmqtrain.pipeline.costs import PC, SHARDINGS, TENSOR_SUMS, ModelCosts, SegmentCost, Sharding, Table
-from zmqtrain.pipeline.schedule import Schedule, ScheduleName, check_micro_batches
+from zmqtrain.pipeline.schedule import Schedule, ScheduleName, as_schedule, check_micro_batches
 from zmqtrain.transport.memory import LinkModel
 
 MOST_STATES = 1300
@@ -126,14 +126,14 @@ def partition(
     pcs: Sequence[PC],
     micro_batches: int = 32,
     *,
-    schedule: ScheduleName = "1f1b",
+    schedule: ScheduleName | Schedule = "1f1b",
     link: LinkModel | None = None,
     pcs_per_pipeline: int = 0,
 ) -> Partition:
     """Return the pipelines with the most micro-batches a second.
 
-    costs: of the model's segments, in their order.  micro_batches: M, of a step.  schedule: at the eager depth.
-    link: the payload that every PC's port carries; 1 Gb/s if not given.  pcs_per_pipeline: 0: as is best.
+    costs: of the model's segments, in their order.  micro_batches: M, of a step.  schedule: a name is one at the eager
+    depth.  link: the payload that every PC's port carries; 1 Gb/s if not given.  pcs_per_pipeline: 0: as is best.
     Raises DoesNotFit if the PCs cannot hold the model, with the segment that fits none of them if there is one;
     ConfigError for what cannot be, as fewer micro-batches than PCs of a pipeline, or two PCs of one name.
     """
@@ -143,7 +143,7 @@ def partition(
     if not 0 <= pcs_per_pipeline <= len(pcs):
         raise ConfigError(f"a pipeline of {pcs_per_pipeline} PCs: there are {len(pcs)} (0: as is best)")
     check_micro_batches(micro_batches, max(1, pcs_per_pipeline))
-    model = ModelCosts(costs, Schedule(schedule), micro_batches, link or LinkModel())
+    model = ModelCosts(costs, as_schedule(schedule), micro_batches, link or LinkModel())
     return _Search(model, pcs, pcs_per_pipeline).best()
 
 

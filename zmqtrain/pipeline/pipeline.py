@@ -13,8 +13,8 @@ or, with cuts of one's own:
     pipeline = zt.Pipeline(comm, stages, own, optax.adamw(1e-3))
 
 Rule 1: each rank computes one stage. Carries and cotangents go from PC to PC, in the order of the micro-batches.
-Rule 2: the training thread never encodes, decodes or sends. A sending thread waits for a result, encodes it and sends
-it, while the next task computes; at most K_s results are with it. A receiving thread decodes arriving messages.
+Rule 2: the training thread never encodes, decodes or sends. A sending thread encodes a result and sends it, while the
+next task computes; at most K_s results are with it. A receiving thread decodes arriving messages.
 Rule 3: receives are posted ahead, so that a carry travels while its receiver computes.
 Rule 4: each wait has an end, and its error names stage, micro-batch and peer.
 Rule 5: losses and parameters are those of `LocalPipeline` with the same codec, bit for bit.
@@ -23,7 +23,6 @@ Rule 5: losses and parameters are those of `LocalPipeline` with the same codec, 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import queue
@@ -47,7 +46,7 @@ from zmqtrain.core.errors import CollectiveTimeout, ConfigError, PeerLost, ZmqTr
 from zmqtrain.monitor.records import record
 from zmqtrain.pipeline.boundary import Boundary, Values
 from zmqtrain.pipeline.coupling import check_separable
-from zmqtrain.pipeline.placement import Placement, place
+from zmqtrain.pipeline.placement import Placement, check_terms, place, terms_of
 from zmqtrain.pipeline.schedule import (
     NO_MICRO_BATCH,
     Schedule,
@@ -72,7 +71,6 @@ _AHEAD = 4
 """Receives posted before their messages are needed."""
 _SAY_SECONDS = 10.0
 """A wait that lasts so long is said in the log, with what it is for."""
-_TERMS_BYTES = 512
 
 
 class Span(NamedTuple):
@@ -110,8 +108,7 @@ class Pipeline:
     own: the stage's own parameters (`stages[comm.rank].init`, or `.own` of a whole tree).  optimizer: of the own
     parameters; None: they stay.  schedule: "1f1b", "gpipe", "2bw", or a `Schedule`.  codec: of what travels: "bf16",
     "int8", "int4", or "float32", which changes nothing.  ranks: of each stage, the rank that computes it; None: stage r
-    is at rank r.  recorded: keep `spans`, each task and each wait with its times; a task then ends when its result is
-    computed.
+    is at rank r.  recorded: keep `spans`, each task and each wait with its times.
 
     Raises ConfigError for another number of ranks, for settings in which the ranks differ, for an optimizer that looks
     at several leaves at once, and as `Split` and `Schedule` do.
@@ -159,7 +156,12 @@ class Pipeline:
         self._taken: dict[_Kind, int] = dict.fromkeys(_TAGS, 0)
         self._steps, self._updated = 0, 0
         self._losses: dict[int, float] = {}
-        self._check_terms()
+        try:
+            depth = f"schedule {self.schedule.name}, depth {self.schedule.depth}, codec {self.boundary.codec}"
+            check_terms(comm, f"{depth}, {terms_of(stages)}, stages at {' '.join(map(str, self.ranks))}")
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def create(
@@ -273,6 +275,13 @@ class Pipeline:
         self._sender.shutdown(wait=True)
         self._receiver.shutdown(wait=True)
 
+    def discard(self) -> None:
+        """Close, and let go of parameters, gradients and optimizer state: the traceback of an error may still hold this
+        pipeline."""
+        self.close()
+        self._mail.clear()
+        del self.run
+
     def __enter__(self) -> Pipeline:
         return self
 
@@ -313,9 +322,6 @@ class Pipeline:
         number = task.step * self.stages.micro_batches + task.micro_batch
         arrived: Values = self._mail.pop(("carry" if is_forward else "cotangent", number), ())
         result = self.run.forward(task, arrived) if is_forward else self.run.backward(task, arrived)
-        if self.spans is not None:
-            for value in result:
-                np.asarray(value)
         self._machine.done(task)
         if (receiver := self._machine.receiver(task)) is not None:
             self._submit(self._send_result, task, receiver, result)
@@ -470,25 +476,6 @@ class Pipeline:
     def _note(self, span: Span) -> None:
         if self.spans is not None:
             self.spans.append(span)
-
-    def _check_terms(self) -> None:
-        """Compare what must be the same on all ranks: the cut, the schedule, the codec."""
-        cut = hashlib.sha256(str(self.stages).encode() + str(self.stages.batches.batch).encode()).hexdigest()[:12]
-        own = (
-            f"schedule {self.schedule.name}, depth {self.schedule.depth}, codec {self.boundary.codec}, "
-            f"{self.stages.micro_batches} micro-batches, cut {cut}, stages at {' '.join(map(str, self.ranks))}"
-        )
-        padded = np.zeros(_TERMS_BYTES, np.uint8)
-        encoded = own.encode()[:_TERMS_BYTES]
-        padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        terms = [bytes(one).rstrip(b"\0").decode() for one in self.comm.allgather(padded)]
-        for name, other in zip(self.comm.names, terms, strict=True):
-            if other != terms[0]:
-                self.close()
-                raise ConfigError(
-                    f"the stages of a pipeline have different settings: {self.comm.names[0]} has {terms[0]}, and "
-                    f"{name} has {other}. Give all the same; another cut is another loss, model or batch"
-                )
 
 
 def _written(stages: Split, number: int) -> Iterator[tuple[int, HeldLeaf]]:

@@ -11,6 +11,7 @@ Source: Zheng et al. 2022 (Alpa), sec. 5 and 6.
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
 from collections.abc import Collection, Sequence
@@ -31,18 +32,21 @@ from zmqtrain.pipeline.partition import PlannedPipeline, partition
 from zmqtrain.pipeline.schedule import Schedule
 from zmqtrain.pipeline.split import MicroBatches, Split, positions_of, split
 from zmqtrain.pipeline.stage import Stage
+from zmqtrain.pipeline.stage_run import computed
 from zmqtrain.pipeline.trace import Loss
 from zmqtrain.train.step import card_bytes
 from zmqtrain.transport.memory import LinkModel
 
-SEGMENTS_PER_PC = 6
-"""So many segments a PC are measured where there are no marks."""
+SEGMENTS_PER_PC, MOST_SEGMENTS = 16, 64
+"""So many segments are measured at most where there are no marks: stages that fill their PCs need fine ones, and a plan
+of 64 takes a second."""
 PASSES = 3
 """A segment's passes are timed so often; the median counts."""
 MEMORY_SHARE = 0.9
 """Of a card's memory, or of a PC's free memory, what a stage may use."""
 BOUNDLESS = 1 << 60
-"""The memory of a PC in the trial whose stages are compiled, to see what they need."""
+"""The memory of a PC in the trial. Its stages are compiled, to see how much memory they need."""
+TERMS_BYTES = 512
 FILLING = 0.01
 """Parameters and activations have this value while a segment is measured."""
 
@@ -72,7 +76,7 @@ class Measured:
     def placed(self, pcs: Sequence[PC]) -> Placement:
         """Return the plan for these PCs, in the order of the ranks that are to train. Raises DoesNotFit."""
         of_all = partition(
-            self.costs, pcs, self.batches.count, schedule=self.schedule.name, link=self.link, pcs_per_pipeline=len(pcs)
+            self.costs, pcs, self.batches.count, schedule=self.schedule, link=self.link, pcs_per_pipeline=len(pcs)
         )
         plan, batches = of_all.pipelines[0], self.batches
         positions = [self.segments.cuts[stage.begin - 1].position for stage in plan.stages[1:]]
@@ -99,10 +103,11 @@ class Placement:
         lines = [f"a step of {plan.micro_batches} micro-batches takes {plan.step_seconds:.3g} s, efficiency "
                  f"{plan.efficiency:.2f}"]  # fmt: skip
         for number, stage in enumerate(plan.stages):
-            held = ", ".join(leaf.name for leaf in self.stages[number].held[:3])
+            leaves = [leaf.name for leaf in self.stages[number].held]
+            held = ", ".join(leaves[:3] + ["..."] * (len(leaves) > 3)) or "no parameters"
             lines.append(
                 f"stage {number} at {stage.pc}: {stage.end - stage.begin} of {len(self.measured.costs)} segments, "
-                f"{1e3 * stage.seconds:.3g} ms a micro-batch, {stage.memory_bytes / 1e6:.4g} MB ({held}, ...)"
+                f"{1e3 * stage.seconds:.3g} ms a micro-batch, {stage.memory_bytes / 1e6:.4g} MB ({held})"
             )
         return "\n".join(lines)
 
@@ -120,36 +125,42 @@ def place(
     codec: str = "bf16",
     memory_bytes: int | None = None,
     link: LinkModel | None = None,
+    copies: int = 0,
 ) -> Placement:
     """Measure the segments of a loss on all PCs of a communicator, and return the plan. All ranks call it.
 
     params: shapes of the whole tree (`jax.eval_shape`).  batch: a whole one, or shapes.  micro_batches, uncut: as of
     `split`.  schedule: 1f1b if None.  codec: of what travels.  memory_bytes: what a stage may use here; None: nine
-    tenths of what the card has, or of what is free.  link: of each port; 1 Gb/s if None.
-    Raises ConfigError for a loss with fewer segments than PCs, DoesNotFit on all ranks where the PCs cannot hold it.
+    tenths of what the card has, or of what is free.  link: of each port; 1 Gb/s if None.  copies: of its parameters
+    that a stage keeps on the host; they count where a PC has no card.
+    Raises ConfigError for a loss with fewer segments than PCs, and on all ranks if they have different settings;
+    DoesNotFit on all ranks if the PCs cannot hold the model.
     """
     boundary = Boundary(codec)
     batches = MicroBatches(jax.eval_shape(lambda tree: tree, batch), micro_batches, frozenset(uncut))
     segments = cut_into_segments(loss_fn, params, batches, comm.size)
-    own = [*(figure for one in measure(segments) for figure in one), float(memory_bytes or usable_memory())]
-    told = comm.allgather(np.array(own))
+    rule = schedule or Schedule()
+    check_terms(comm, f"schedule {rule.name}, depth {rule.depth}, codec {boundary.codec}, {terms_of(segments)}")
+    memory, counts_copies = float(memory_bytes or usable_memory()), float(card_bytes() is None)
+    found = [figure for one in measure(segments) for figure in one]
+    told = comm.allgather(np.array([*found, counts_copies, memory]))
     names = [f"{name} ({rank})" if comm.names.count(name) > 1 else name for rank, name in enumerate(comm.names)]
     figures = {
-        name: [SegmentFigures(*row) for row in one[:-1].reshape(-1, 3)] for name, one in zip(names, told, strict=True)
+        name: [SegmentFigures(*row) for row in one[:-2].reshape(-1, 3)] for name, one in zip(names, told, strict=True)
     }
     measured = Measured(
         loss_fn=loss_fn,
         params=params,
         batches=batches,
         segments=segments,
-        costs=tuple(costs_of(segments, figures, optimizer, boundary)),
+        costs=tuple(costs_of(segments, figures, optimizer, boundary, copies if any(one[-2] for one in told) else 0)),
         pcs=tuple(PC(name=name, memory_bytes=int(one[-1])) for name, one in zip(names, told, strict=True)),
-        schedule=schedule or Schedule(),
+        schedule=rule,
         link=link,
     )
     trial = measured.placed([replace(pc, memory_bytes=BOUNDLESS) for pc in measured.pcs])
     own_stage = trial.stages[trial.ranks.index(comm.rank)]
-    working = comm.allgather(np.array([working_bytes(own_stage.compile()[1])]))
+    working = comm.allgather(np.array([working_bytes(own_stage.compiled_backward())]))
     shares = [
         float(working[rank][0]) / max(1, sum(cost.activation_bytes for cost in measured.costs[stage.begin : stage.end]))
         for stage, rank in zip(trial.plan.stages, trial.ranks, strict=True)
@@ -160,10 +171,11 @@ def place(
 
 
 def cut_into_segments(loss_fn: Loss, params: Any, batches: MicroBatches, pcs: int) -> Split:
-    """Cut a loss at each mark, or at up to SEGMENTS_PER_PC places for each PC that are as cheap as those for whole
-    stages. Raises ConfigError if there are fewer segments than PCs."""
+    """Cut a loss at its marks, or at places that are as cheap as those for whole stages. Raises ConfigError if it has
+    fewer segments than there are PCs."""
     positions = positions_of(loss_fn, params, batches.form())
-    chosen = positions.candidates(pcs - 1, SEGMENTS_PER_PC * pcs - 1)
+    most = MOST_SEGMENTS if positions.marks else min(MOST_SEGMENTS, SEGMENTS_PER_PC * pcs)
+    chosen = positions.candidates(pcs - 1, max(pcs, most) - 1)
     return split(loss_fn, params, batches.batch, chosen, micro_batches=batches.count, uncut=batches.uncut)
 
 
@@ -172,12 +184,14 @@ def costs_of(
     figures: dict[str, list[SegmentFigures]],
     optimizer: optax.GradientTransformation | None,
     boundary: Boundary,
+    copies: int = 0,
 ) -> list[SegmentCost]:
-    """Return the costs of segments. figures: by PC, what it measured of each."""
+    """Return the costs of segments. figures: by PC, what it measured of each.  copies: of the parameters, besides."""
     costs = []
     for number, segment in enumerate(segments):
         shared = [one for one in segments.tied if number in one.stages]
         parameters, held = segment.parameter_bytes, held_bytes(segment, optimizer)
+        held += copies * parameters
         more = held / parameters if parameters else 0.0
         tied = sum(one.nbytes for one in shared)
         costs.append(
@@ -209,6 +223,26 @@ def held_bytes(stage: Stage, optimizer: optax.GradientTransformation | None) -> 
     return 2 * stage.parameter_bytes + _bytes_of(state)
 
 
+def terms_of(stages: Split) -> str:
+    """Return in words what must be the same on all PCs: micro-batches, and a digest of the cut and of the batch."""
+    cut = hashlib.sha256(str(stages).encode() + str(stages.batches.batch).encode()).hexdigest()[:12]
+    return f"{stages.micro_batches} micro-batches, {len(stages)} parts, cut {cut}"
+
+
+def check_terms(comm: Communicator, own: str) -> None:
+    """Compare the settings of all PCs, in words. Raises ConfigError on all of them if they differ."""
+    padded = np.zeros(TERMS_BYTES, np.uint8)
+    encoded = own.encode()[:TERMS_BYTES]
+    padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    terms = [bytes(one).rstrip(b"\0").decode(errors="replace") for one in comm.allgather(padded)]
+    for name, other in zip(comm.names, terms, strict=True):
+        if other != terms[0]:
+            raise ConfigError(
+                f"the stages of a pipeline have different settings: {comm.names[0]} has {terms[0]}, and {name} has "
+                f"{other}. Give all the same; another cut is another loss, model or batch"
+            )
+
+
 def usable_memory() -> int:
     """Return what a stage may use of this PC: of its card's memory, or of what is free. Raises ConfigError if neither
     is known."""
@@ -234,7 +268,7 @@ def measure(segments: Sequence[Stage]) -> list[SegmentFigures]:
 
 
 def _measure(segment: Stage) -> SegmentFigures:
-    forward, backward = segment.compile()
+    forward, backward = segment.compiled_forward(), segment.compiled_backward()
     inputs = segment.jaxpr.in_avals[len(segment.held) :][: len(segment.data)]
     own = jax.tree.map(_filled, segment.own_shapes)
     data, carry, cotangents = (
@@ -244,9 +278,9 @@ def _measure(segment: Stage) -> SegmentFigures:
     gradients = segment.zero_gradients()
     for _ in range(1 + PASSES):
         begun = time.perf_counter()
-        _wait_for(forward(own, data, carry))
+        computed(forward(own, data, carry))
         between = time.perf_counter()
-        result = _wait_for(backward(own, data, carry, gradients, cotangents))
+        result = computed(backward(own, data, carry, gradients, cotangents))
         gradients = result[1]
         seconds.append((between - begun, time.perf_counter() - between))
     forward_seconds, backward_seconds = (statistics.median(column) for column in zip(*seconds[1:], strict=True))
@@ -257,12 +291,6 @@ def working_bytes(backward: jax.stages.Compiled) -> float:
     """Return the bytes that a backward pass needs besides what it is given and gives; 0 where no compiler says it."""
     said = backward.memory_analysis()
     return float(0 if said is None else said.temp_size_in_bytes)
-
-
-def _wait_for(result: Any) -> Any:
-    for leaf in jax.tree.leaves(result):
-        leaf.block_until_ready()
-    return result
 
 
 def _filled(form: Any) -> jax.Array:

@@ -25,7 +25,7 @@ Depth = Literal["eager", "textbook"]
 TaskKind = Literal["forward", "backward", "update"]
 AwaitedKind = Literal["batch", "carry", "cotangent"]
 
-Loss = TypeVar("Loss")
+LossValue = TypeVar("LossValue")
 
 NO_MICRO_BATCH = -1
 """The micro-batch of an update and of an awaited batch, which belong to a whole step."""
@@ -264,8 +264,8 @@ def as_schedule(schedule: ScheduleName | Schedule) -> Schedule:
 
 
 def steps_in_flight(
-    schedule: Schedule, batches: Iterable[Any], begin: Callable[[Any], int], finish: Callable[[int], Loss]
-) -> Iterator[Loss]:
+    schedule: Schedule, batches: Iterable[Any], begin: Callable[[Any], int], finish: Callable[[int], LossValue]
+) -> Iterator[LossValue]:
     """Begin a step for each batch, as many at once as the schedule holds versions; yield what `finish` gives of each,
     in their order."""
     begun = deque[int]()

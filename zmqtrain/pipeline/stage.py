@@ -176,17 +176,28 @@ class Stage:
 
     # ------------------------------------------------------------------ compiled
 
-    def compile(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-        """Return its forward and its backward pass, compiled, without computing them. They take arguments as `forward`
-        and `backward` do, and give (carry), and (loss of the last stage, gradients, cotangents)."""
-        own = self.own_shapes
+    def compiled_forward(self) -> jax.stages.Compiled:
+        """Return its forward pass, compiled, without computing it; it takes arguments as `forward` does."""
+        data, carry, _ = self._shapes()
+        compiled: jax.stages.Compiled = self._forward.lower(self.own_shapes, data, carry).compile()
+        return compiled
+
+    def compiled_backward(self) -> jax.stages.Compiled:
+        """Return its backward pass, compiled, without computing it. It takes arguments as `backward` does, and gives
+        (loss) of the last stage, else (), the gradients, and the cotangents."""
+        data, carry, cotangents = self._shapes()
+        lowered = self._backward.lower(self.own_shapes, data, carry, self.own_shapes, cotangents)
+        compiled: jax.stages.Compiled = lowered.compile()
+        return compiled
+
+    def _shapes(self) -> tuple[Arrays, Arrays, Arrays]:
+        """Return the shapes of its data, of its carry and of the cotangents of its result."""
         inputs = self.jaxpr.in_avals[len(self.held) :]
         data, carry, cotangents = (
             tuple(jax.eval_shape(partial(jnp.zeros, form.shape, form.dtype)) for form in forms)
             for forms in (inputs[: len(self.data)], self.carry_in, self.cotangents_in)
         )
-        backward = self._backward.lower(own, data, carry, own, cotangents)
-        return self._forward.lower(own, data, carry).compile(), backward.compile()
+        return data, carry, cotangents
 
     @cached_property
     def _forward(self) -> Any:

@@ -2,19 +2,22 @@
 
 The same class runs all stages in one process (`local`) and one stage on each PC: it knows no schedule and no wire, so
 both give the same bits. Micro-batches go forward, and backward, in their order; the gradient of a step is their mean.
+Each task ends when its result is computed: tasks that were only begun would each hold their memory at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
 
 from zmqtrain.pipeline.schedule import Task
 from zmqtrain.pipeline.stage import Arrays, Stage
+
+Result = TypeVar("Result")
 
 
 class StageRun:
@@ -62,18 +65,22 @@ class StageRun:
         self._kept[task.step, task.micro_batch] = carry
         if self.stage.is_last:
             return ()
-        return self.stage.forward(self._versions[task.version], self._data[task.step, task.micro_batch], carry)
+        return computed(
+            self.stage.forward(self._versions[task.version], self._data[task.step, task.micro_batch], carry)
+        )
 
     def backward(self, task: Task, cotangents: Arrays) -> Arrays:
         """Add the gradients of a micro-batch to those of its step; return the cotangents for the stage before."""
         place = task.step, task.micro_batch
         so_far = self._gradients.pop(task.step, None)
-        result = self.stage.backward(
-            self._versions[task.version],
-            self._data.pop(place),
-            self._kept.pop(place),
-            self.stage.zero_gradients() if so_far is None else so_far,
-            cotangents,
+        result = computed(
+            self.stage.backward(
+                self._versions[task.version],
+                self._data.pop(place),
+                self._kept.pop(place),
+                self.stage.zero_gradients() if so_far is None else so_far,
+                cotangents,
+            )
         )
         self._gradients[task.step] = result.gradients
         if result.loss is not None:
@@ -83,7 +90,9 @@ class StageRun:
 
     def compile(self) -> None:
         """Compile the passes and the update now, and not in the first step."""
-        self.stage.compile()
+        if not self.stage.is_last:
+            self.stage.compiled_forward()
+        self.stage.compiled_backward()
         shapes = self.stage.own_shapes
         self._mean.lower(shapes).compile()
         if self.optimizer is not None:
@@ -104,7 +113,7 @@ class StageRun:
         of the gradient."""
         own = self._versions[version]
         if self.optimizer is not None:
-            own, self.optimizer_state = self._updated(own, gradients, self.optimizer_state)
+            own, self.optimizer_state = computed(self._updated(own, gradients, self.optimizer_state))
         self._versions[version + 1] = own
 
     def drop_versions(self, used: Sequence[int]) -> None:
@@ -125,3 +134,10 @@ class StageRun:
             return optax.apply_updates(own, updates), state
 
         return jax.jit(updated, donate_argnums=(0, 2) if self.in_place else (1, 2))
+
+
+def computed(result: Result) -> Result:
+    """Wait until all arrays of a result are computed."""
+    for leaf in jax.tree.leaves(result):
+        leaf.block_until_ready()
+    return result
