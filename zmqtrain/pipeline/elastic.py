@@ -285,7 +285,8 @@ class ElasticPipeline:
 
         self._retry_after_loss(whole, self._steps_done)
         self._acts = number
-        return self._result
+        result, self._result = self._result, None
+        return result
 
     def _retry_after_loss(self, act: Callable[[Pipeline], None], steps: int) -> None:
         """Train until so many steps are done, and then do something; again on those that are left if a PC is lost."""
