@@ -158,7 +158,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=parse_bytes, default="4GB", help="of a process of --memory (default %(default)s)"
     )
-    parser.add_argument("--layers", type=int, default=57, help="of the model of --memory (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=52, help="of the model of --memory (default %(default)s)")
     parser.add_argument("--learning", action="store_true", help="what 2bw costs learning, in place of the star")
     parser.add_argument("--steps", type=int, default=600, help="of each run of --learning (default %(default)s)")
     parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="of --learning (default 0,1,2)")

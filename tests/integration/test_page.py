@@ -69,9 +69,10 @@ class Page:
         self.driver.save_screenshot(str(self.folder / f"{name}.png"))
 
     def wait_for_charts(self) -> None:
-        """Wait until each chart is as wide as its place."""
+        """Wait until each chart fills its place."""
         script = """return [...document.querySelectorAll('.js-plotly-plot')].every(
-            plot => Math.abs(plot._fullLayout.width - plot.clientWidth) <= 1)"""
+            plot => Math.abs(plot._fullLayout.width - plot.clientWidth) <= 1
+                && Math.abs(plot._fullLayout.height - plot.clientHeight) <= 1)"""
         self.wait(lambda: self.driver.execute_script(script))
 
     def text(self, selector: str) -> str:
