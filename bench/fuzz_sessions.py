@@ -18,7 +18,7 @@ from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Buffer, LeafSpec, PeerId, count_values
+from zmqtrain.core.types import Buffer, LeafSpec, PeerId
 from zmqtrain.planning.rules import canonical
 from zmqtrain.protocol import messages
 from zmqtrain.protocol.fencing import Stamp
@@ -71,7 +71,7 @@ class _Says:
         self.incarnation, self.said = incarnation, dict.fromkeys(range(len(PEERS)), 0)
         self.seed, self.settings = seed, canonical(RunSettings.from_dict(SETTINGS[seed]).at_first)
         self.records: list[Record] = []
-        self.layout = Layout(MODEL, self.settings.fragments_of(count_values(MODEL)), (0, self.settings.shards))
+        self.layout = Layout(MODEL, self.settings.fragments_of(MODEL), (0, self.settings.shards))
         self.transfers = 0
 
     def say(self, who: int, message: Message, *frames: Buffer) -> None:

@@ -16,7 +16,7 @@ from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload
 from zmqtrain.core.errors import CodecError
-from zmqtrain.core.types import LeafSpec, count_values
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Accumulate, Broadcast, Disconnect, Expect, Found, Reduce, SendTo, Serve, TakeBack
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
@@ -44,7 +44,7 @@ class World:
 
     def __init__(self, settings, folder=None, model=MODEL, shard=0, planner=None):
         self.settings, self.folder, self.now = settings, folder, 0.0
-        self.fragments, self.planner = settings.fragments_of(count_values(model)), planner
+        self.fragments, self.planner = settings.fragments_of(model), planner
         self.model, self.shard = model, shard
         self.rule = release_rule_from_spec(settings.release)
         self.hub, self.aggregator = self.make_hub("run-1"), Aggregator(settings, shard)

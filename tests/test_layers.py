@@ -23,8 +23,8 @@ FLOORS = {
     **{name: (name, 3) for name in ("averaging", "programs", "monitor")},
     **{name: (name, 4) for name in ("session", "records")},
     **{name: (name, 5) for name in ("planning", "collectives", "parameter_server")},
-    **{name: (name, 6) for name in ("node", "broker", "pipeline")},
-    **{name: (name, 7) for name in ("synchronous", "models", "chaos")},
+    **{name: (name, 6) for name in ("node", "broker")},
+    **{name: (name, 7) for name in ("synchronous", "models", "chaos", "pipeline")},
     "sim": ("sim", 8),
     **dict.fromkeys(["cli", "page", "report", "__init__", "__main__"], ("door", 9)),
 }
@@ -43,6 +43,8 @@ PIPELINE = (
     "pipeline",
     "placement",
     "elastic",
+    "pieces",
+    "pipeline_node",
 )
 """Files of pipeline/ that trace, cut or compute a loss; its schedules and its partition are pure."""
 JAX_ROOMS = (

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from zmqtrain.pipeline.marks import stage_end
     from zmqtrain.pipeline.partition import partition
     from zmqtrain.pipeline.pipeline import Pipeline
+    from zmqtrain.pipeline.pipeline_node import PipelineNode
     from zmqtrain.pipeline.split import split
     from zmqtrain.programs import load_program
     from zmqtrain.synchronous.tensor import TensorParallel
@@ -79,6 +80,7 @@ __all__ = [
     "Engine",
     "TensorParallel",
     "Pipeline",
+    "PipelineNode",
     "ElasticPipeline",
     "partition",
     "SegmentCost",
@@ -117,6 +119,7 @@ _HOMES = {
     "ParameterClient": "zmqtrain.parameter_server.parameter_client",
     "ElasticPipeline": "zmqtrain.pipeline.elastic",
     "Pipeline": "zmqtrain.pipeline.pipeline",
+    "PipelineNode": "zmqtrain.pipeline.pipeline_node",
     "partition": "zmqtrain.pipeline.partition",
     "SegmentCost": "zmqtrain.pipeline.costs",
     "TiedLeaf": "zmqtrain.pipeline.costs",

@@ -63,6 +63,7 @@ class World:
             hub=SimpleNamespace(members=Everybody(), records=records),
             now=lambda: self.now,
             model_bytes=lambda: SIZE,
+            share_of=lambda peer: None,
         )
         standby = SimpleNamespace(announced=lambda version: Suspension(lambda resume: resume(None)))
         self.serving = SnapshotService(

@@ -9,6 +9,7 @@ import pytest
 from zmqtrain.cli import main
 from zmqtrain.cli.settings import read_config
 from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 
 ASK = ["plan", "--params", "25M", "--nodes", "4", "--step-ms", "50"]
 
@@ -38,7 +39,10 @@ def test_the_line_to_type_is_one_that_a_broker_takes(capsys):
     assert (config.every, config.delay) == (document["plan"]["every"], document["plan"]["delay"])
     chosen = (config.codec, config.broadcast_codec, config.outer)
     assert chosen == tuple(document["plan"][name] for name in ("codec", "broadcast_codec", "outer"))
-    assert config.carries_all and config.fragments_of(25_000_000) == document["plan"]["fragments"]
+    assert (
+        config.carries_all
+        and config.fragments_of((LeafSpec("w", (25_000_000,), "float32"),)) == document["plan"]["fragments"]
+    )
 
 
 def test_fragments_that_are_told_take_turns_and_stand_in_the_line_to_type(capsys):

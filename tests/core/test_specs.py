@@ -9,6 +9,7 @@ import pytest
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO_FRAGMENTS, FIRST, FITTED, FIXED, RunSettings
 from zmqtrain.core.specs import parse_spec, split_argument
+from zmqtrain.core.types import LeafSpec
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,9 @@ def test_nothing_is_auto_where_bits_may_not_depend_on_times_or_nobody_sees_the_w
     ],
 )
 def test_auto_fragments_follow_from_the_size_of_the_model(release, values, fragments):
-    assert RunSettings(release=release).fragments_of(values) == fragments
-    assert RunSettings(release=release, fragments=3).fragments_of(values) == 3
+    model = (LeafSpec("w", (values,), "float32"),)
+    assert RunSettings(release=release).fragments_of(model) == fragments
+    assert RunSettings(release=release, fragments=3).fragments_of(model) == 3
 
 
 def test_of_a_run_that_carries_all_one_more_offer_of_each_fragment_may_be_in_flight():

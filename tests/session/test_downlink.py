@@ -49,6 +49,9 @@ class Peers:
         self.missed: list[PeerId] = []
         self._moved = asyncio.Event()
 
+    def share_of(self, peer: PeerId) -> None:
+        pass
+
     def queue_bytes(self) -> int:
         return 0
 

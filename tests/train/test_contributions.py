@@ -72,18 +72,29 @@ def test_the_books_come_back_as_they_were():
 
 def test_a_drain_offers_a_fragment_until_it_has_landed():
     drain = Drain([5, 6], now=0.0)
-    assert drain.next_fragment(set()) == 5
-    drain.offered(None, 1.0)  # refused
-    assert drain.next_fragment(set()) == 5 and drain.gives_up(1.0, 1.0)
-    drain.offered(3, 1.0)
+    assert drain.next_fragments(set()) == [5]
+    drain.offered(5, None, 1.0)  # refused
+    assert drain.next_fragments(set()) == [5] and drain.gives_up(1.0, 1.0)
+    drain.offered(5, 3, 1.0)
     assert not drain.gives_up(1.5, 1.0)
-    assert drain.next_fragment({2}) == 5  # withdrawn
-    drain.offered(4, 2.0)
-    assert drain.next_fragment({4}) == 6
-    drain.offered(5, 2.0)
+    assert drain.next_fragments({2}) == [5]  # withdrawn
+    drain.offered(5, 4, 2.0)
+    assert drain.next_fragments({4}) == [6]
+    drain.offered(6, 5, 2.0)
     drain.reached(3.0)
     assert not drain.gives_up(3.5, 1.0) and drain.left
-    assert drain.next_fragment({4, 5}) is None and not drain.left
+    assert drain.next_fragments({4, 5}) == [] and not drain.left
+
+
+def test_fragments_that_count_together_are_drained_at_once():
+    drain = Drain([5, 6], now=0.0, at_once=True)
+    assert drain.next_fragments(set()) == [5, 6]
+    drain.offered(5, 1, 0.0)
+    drain.offered(6, None, 0.0)  # refused here: the hub takes neither
+    assert drain.next_fragments(set()) == [5, 6]
+    drain.offered(5, 2, 0.0)
+    drain.offered(6, 3, 0.0)
+    assert drain.next_fragments({2, 3}) == [] and not drain.left
 
 
 def test_who_makes_no_offer_for_days_keeps_a_bounded_number_of_scores_the_newest():

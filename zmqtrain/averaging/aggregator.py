@@ -28,33 +28,34 @@ from numpy.typing import NDArray
 
 from zmqtrain.averaging.coder import (
     DENSE,
+    check_snapshot_frames,
     codecs_and_counts,
     cut,
     decode_snapshot,
     encode_snapshot,
-    snapshot_codecs,
-    snapshot_counts,
+    snapshot_frames,
+    snapshot_size,
 )
 from zmqtrain.averaging.gate import DeltaGate
 from zmqtrain.averaging.held_rounds import DeltaMeter, EncodedRound, Held, HeldRound, OuterStep
 from zmqtrain.averaging.snapshot import check_optimizer_state, check_snapshot_sizes, digest_of, split_snapshot
 from zmqtrain.codecs.base import Coding, coding_from_spec
 from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State, fill_states, pack_states
-from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.fragment import Layout, layout_of
 from zmqtrain.codecs.payload import (
     check_payload,
     decode_payload,
     encode_payload,
     initial_states,
-    payload_size,
     plan_payload,
 )
 from zmqtrain.core.errors import CheckpointError, CodecError, ConfigError, FramingError, ModelMismatch
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
+from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values, leaves_of_parts
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.messages import Aggregate, Announcement, Publish, Snapshot, replace_fields
+from zmqtrain.protocol.pipelines import Share
 from zmqtrain.strategies.measures import are_related, explain_unrelated, relatedness
 from zmqtrain.strategies.norms import Judgement, is_suspicious
 from zmqtrain.strategies.outer import outer_from_spec
@@ -139,13 +140,21 @@ class Aggregator:
             raise ModelMismatch(
                 f"a model of {count_values(model):,} values; at most {MOST_VALUES:,} can be trained", ""
             )
-        fragments = self.settings.fragments_of(count_values(model))
-        self.layout = Layout(model, fragments, (self.shard, self.settings.shards))
+        self.layout = layout_of(model, self.settings, self.shard)
 
-    def check_sizes(self, announced: Announcement) -> None:
-        """Raise FramingError for an upload of more bytes or frames than it can have: before anything is held of it."""
+    def _layout_of(self, share: Share | None) -> Layout:
+        """Return the layout of what a PC of a pipeline holds; of the whole model for a node of its own."""
+        if share is None:
+            return self.layout
+        return layout_of(leaves_of_parts(self.layout.spec, share.first, share.end), self.settings)
+
+    def check_sizes(self, announced: Announcement, share: Share | None = None) -> None:
+        """Raise FramingError for an upload of more bytes or frames than it can have: before anything is held of it.
+
+        share: of a PC of a pipeline, which sends what it holds.
+        """
         if isinstance(announced, Snapshot):
-            bound = payload_size(snapshot_codecs(self.layout), snapshot_counts(self.layout))
+            bound = snapshot_size(self._layout_of(share))
             return check_snapshot_sizes(announced, bound, sends_optimizer_state(self.settings))
         assert isinstance(announced, Publish)
         plan = plan_payload(*codecs_and_counts(self.layout, announced.codec, announced.fragment))
@@ -156,12 +165,12 @@ class Aggregator:
                 f"{len(plan.frames)} can be right"
             )
 
-    def check_snapshot(self, snapshot: Snapshot, frames: Sequence[Buffer]) -> None:
+    def check_snapshot(self, snapshot: Snapshot, frames: Sequence[Buffer], share: Share | None = None) -> None:
         """Raise CodecError unless a founder's parameters can be used, and its optimizer's state if that came too."""
         if snapshot.digest and digest_of(frames) != snapshot.digest:
             raise CodecError("a snapshot's bytes are not those that were sent: its digest is another")
         parameters, moments = split_snapshot(snapshot, frames)
-        check_payload(snapshot_codecs(self.layout), parameters, snapshot_counts(self.layout))
+        check_snapshot_frames(self._layout_of(share), parameters)
         check_optimizer_state(moments)
 
     def average(self, snapshots: Mapping[str, Sequence[Buffer]]) -> tuple[tuple[Buffer, ...], str]:
@@ -259,12 +268,14 @@ class Aggregator:
         again = [(one, self.gate.judge_again(judgement)) for one, judgement in judged if judgement is not None]
         left_out = tuple((one, judgement) for one, judgement in again if judgement.why)
         if left_out:
+            turns = {(one.node, one.turn) for one, _ in left_out if one.node}  # of a pipeline's delta no part counts
             out = {(one.peer, one.sequence) for one, _ in left_out}
+            out |= {(one.peer, one.sequence) for one in reduce.contributions if (one.node, one.turn) in turns}
             for key in out:
                 self._waiting.pop(key, None)
             counting = tuple(one for one in reduce.contributions if (one.peer, one.sequence) not in out)
-            gone = {peer for peer, _ in out}.difference(one.peer for one in counting)
-            reduce = replace_fields(reduce, contributions=counting, live=max(1, reduce.live - len(gone)))
+            left = {one.node or one.peer for one in reduce.contributions} - {one.node or one.peer for one in counting}
+            reduce = replace_fields(reduce, contributions=counting, live=max(1, reduce.live - len(left)))
         return reduce, left_out, [judgement for _, judgement in again if not judgement.why]
 
     def _decode(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
@@ -378,6 +389,10 @@ class Aggregator:
         total = self._sums[fragment]
         codecs = coding.of_fragment(self.layout, fragment)
         return self.encoded.may_overflow(fragment, codecs, LARGEST_SUM, total) and not _can_be_stepped(total)
+
+    def frames_of(self, share: Share) -> slice:
+        """Return which frames of a snapshot a PC of a pipeline is sent."""
+        return slice(snapshot_frames(self.layout, share.first), snapshot_frames(self.layout, share.end))
 
     def make_room(self) -> list[Vector]:
         """Return memory for a `copy`, its pages already mapped; any thread may call it."""

@@ -19,6 +19,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import nan
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -30,11 +31,19 @@ from zmqtrain.averaging.gate import DeltaGate
 from zmqtrain.averaging.snapshot import decode_optimizer_state, split_snapshot
 from zmqtrain.codecs.base import Codec, codec_from_spec, coding_from_spec
 from zmqtrain.codecs.codec import State, fill_states, pack_states
-from zmqtrain.codecs.fragment import Layout
-from zmqtrain.codecs.payload import check_payload, decode_payload, decode_segments, encode_payload, initial_states
+from zmqtrain.codecs.fragment import Layout, PartLayout, layout_of
+from zmqtrain.codecs.payload import (
+    check_payload,
+    decode_payload,
+    decode_segments,
+    encode_payload,
+    initial_states,
+    payload_size,
+    plan_payload,
+)
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.settings import AUTO, RunSettings
-from zmqtrain.core.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, count_values, number_of
+from zmqtrain.core.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, number_of
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 
 if TYPE_CHECKING:
@@ -138,16 +147,64 @@ def snapshot_codecs(layout: Layout) -> tuple[Codec, ...]:
     return (codec_from_spec(DENSE),) * len(snapshot_counts(layout))
 
 
+def snapshot_frames(layout: Layout, fragment: int) -> int:
+    """Return how many frames of a snapshot are before those of a fragment, in a model that is cut for pipelines."""
+    return sum(len(plan_payload(*codecs_and_counts(layout, DENSE, one)).frames) for one in range(fragment))
+
+
+def snapshot_size(layout: Layout) -> int:
+    """Return the bytes of a snapshot, frames and all."""
+    if isinstance(layout, PartLayout):
+        return sum(payload_size(*codecs_and_counts(layout, DENSE, one)) for one in range(layout.fragments))
+    return payload_size(snapshot_codecs(layout), snapshot_counts(layout))
+
+
 def encode_snapshot(layout: Layout, flats: Sequence[Vector]) -> tuple[Buffer, ...]:
-    """Encode a whole model (one flat float32 vector per fragment) exactly."""
+    """Encode a whole model (one flat float32 vector per fragment) exactly. Of a model that is cut for pipelines each
+    part has frames of its own."""
+    if isinstance(layout, PartLayout):
+        payloads = (
+            encode_payload(codecs_and_counts(layout, DENSE, f)[0], cut(flat, layout.counts(f)))
+            for f, flat in enumerate(flats)
+        )
+        return tuple(frame for payload in payloads for frame in payload)
     segments = [piece for f, flat in enumerate(flats) for piece in cut(flat, layout.counts(f))]
     return encode_payload(snapshot_codecs(layout), segments)
 
 
 def decode_snapshot(layout: Layout, frames: Sequence[Buffer]) -> list[Vector]:
     """Read what `encode_snapshot` wrote. Raises CodecError."""
+    if isinstance(layout, PartLayout):
+        return [
+            decode_payload(*_with_frames(layout, fragment, payload))
+            for fragment, payload in enumerate(_payloads(layout, frames))
+        ]
     flat = decode_payload(snapshot_codecs(layout), frames, snapshot_counts(layout))
     return cut(flat, [sum(layout.counts(fragment)) for fragment in range(layout.fragments)])
+
+
+def check_snapshot_frames(layout: Layout, frames: Sequence[Buffer]) -> None:
+    """Raise CodecError unless `decode_snapshot` can read these frames."""
+    if isinstance(layout, PartLayout):
+        for fragment, payload in enumerate(_payloads(layout, frames)):
+            codecs, payload, counts = _with_frames(layout, fragment, payload)
+            check_payload(codecs, payload, counts)
+    else:
+        check_payload(snapshot_codecs(layout), frames, snapshot_counts(layout))
+
+
+def _payloads(layout: Layout, frames: Sequence[Buffer]) -> list[Sequence[Buffer]]:
+    bounds = [snapshot_frames(layout, fragment) for fragment in range(layout.fragments + 1)]
+    if len(frames) != bounds[-1]:
+        raise CodecError(f"a snapshot of {len(frames)} frames: it has {bounds[-1]}")
+    return [frames[start:end] for start, end in pairwise(bounds)]
+
+
+def _with_frames(
+    layout: Layout, fragment: int, payload: Sequence[Buffer]
+) -> tuple[tuple[Codec, ...], Sequence[Buffer], tuple[int, ...]]:
+    codecs, counts = codecs_and_counts(layout, DENSE, fragment)
+    return codecs, payload, counts
 
 
 def mean_score(offer: Offer) -> float:
@@ -183,7 +240,7 @@ class DeltaCoder:
         self, model: ModelSpec, settings: RunSettings, device: DeviceCoder | None = None, shard: int = 0
     ) -> None:
         self.model = model
-        self.layout = Layout(model, settings.fragments_of(count_values(model)), (shard, settings.shards))
+        self.layout = layout_of(model, settings, shard)
         self.settings = settings
         self.coding = coding_from_spec(settings.at_first.codec)
         self.broadcast_coding = coding_from_spec(settings.at_first.broadcast_codec)

@@ -27,6 +27,7 @@ from zmqtrain.protocol.framing import ProtocolVersionError
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.messages import MAX_WORDS, Message, Quarantine, Refused, Report, Scalar, Schedule, printable
+from zmqtrain.protocol.pipelines import Share
 from zmqtrain.protocol.standby import TAKES_OVER
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.environment import CodecExecutor, EffectQueue, clock
@@ -148,6 +149,11 @@ class BrokerCore:
 
     def stamp(self, peer: PeerId, counted: bool) -> Stamp:
         return self.hub.stamp(peer, counted)
+
+    def share_of(self, peer: PeerId) -> Share | None:
+        """See DownlinkOwner."""
+        member = self.hub.members.get(peer)
+        return None if member is None else member.holds
 
 
 class LoadMeter:

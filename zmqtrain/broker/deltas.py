@@ -26,6 +26,7 @@ from zmqtrain.protocol.effects import (
     Accumulate,
     Average,
     Consult,
+    Dismiss,
     Expect,
     Found,
     Lend,
@@ -108,7 +109,8 @@ class PendingUploads:
                 if self._hub.settings.shards == 1:  # of several each has a share
                     check_capacity(self._hub.model)
                 self._aggregator.plan(self._hub.model)
-            self._aggregator.check_sizes(announcement)
+            member = self._hub.members.get(peer)
+            self._aggregator.check_sizes(announcement, None if member is None else member.holds)
             self._core.downlink.uploads.expect(peer, announcement)
         except (FramingError, ConfigError) as error:
             reason = "size" if isinstance(error, FramingError) else "model"
@@ -129,7 +131,9 @@ class PendingUploads:
                 assert isinstance(announcement, Snapshot)
                 judgement = None
                 values = count_values(self._hub.model)
-                error = await self._codec(self._aggregator.check_snapshot, announcement, frames, values=values)
+                here = self._hub.members.get(peer)
+                share = None if here is None else here.holds
+                error = await self._codec(self._aggregator.check_snapshot, announcement, frames, share, values=values)
         except CodecError as unsound:
             judgement, error = None, unsound
         now = self._core.now()
@@ -152,6 +156,10 @@ class PendingUploads:
 
     def take(self, peer: PeerId, announcement: Announcement) -> Frames:
         return self.whole.pop(_key(peer, announcement))
+
+    def dismiss(self, peer: PeerId, publish: Publish) -> None:
+        """Drop an accepted publish that will not land."""
+        self.whole.pop(_key(peer, publish), None)
 
     def forget(self, peer: PeerId) -> None:
         """Forget a peer that has left; its accepted publishes still count, unless the mode is synchronous."""
@@ -335,6 +343,7 @@ class ReleasePipeline:
             Propose: self._propose,
             Lend: self._lend,
             Accumulate: self._accumulate,
+            Dismiss: lambda effect: uploads.dismiss(effect.peer, effect.publish),
             Reduce: self._reduce,
             TakeBack: lambda effect: spawn(self._take_back(effect.peer)),
             Rewind: self._rewind,
@@ -365,6 +374,8 @@ class ReleasePipeline:
         self._core.log.founding(peer, found.model)
         whole, self._mean = self._mean, None
         frames, moments = split_snapshot(announcement, whole or self._uploads.take(peer, announcement))
+        for other, snapshot in found.others:
+            frames = (*frames, *self._uploads.take(other, snapshot))
         self._snapshots.restart(moments)
         self._keeper.forget_best()
         self._looked_at_score = -1

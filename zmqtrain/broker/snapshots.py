@@ -46,10 +46,15 @@ class CachedSnapshot:
         """Return whether a node with this version needs nothing but aggregates that are kept here."""
         return self.version <= version <= (self.since[-1][0].version if self.since else self.version)
 
-    def parts_for(self, serve: Serve) -> tuple[Sequence[Buffer], Sequence[Buffer], str, int]:
-        """Return the frames and moments to send to this node, their digest, and how many of the first it has."""
+    def parts_for(self, serve: Serve, held: slice | None = None) -> tuple[Sequence[Buffer], Sequence[Buffer], str, int]:
+        """Return the frames and moments to send to this node, their digest, and how many of the first it has.
+
+        held: the frames of what one PC of a pipeline holds; it is sent them from the first on.
+        """
         if self.leads_on_from(serve.known_version):
             return (), (), "", 0
+        if held is not None:
+            return self.frames[held], (), "", 0
         moments = self.moments if serve.moments else ()
         digest = self.digests[bool(moments)]
         resumes = serve.digest == digest and 0 < serve.held < len(self.frames) + len(moments)
@@ -352,7 +357,9 @@ class SnapshotService:
     def _send_cached(self, kept: CachedSnapshot, serve: Serve) -> None:
         kept.used_at = self._core.now()
         begins_at = serve.known_version if kept.leads_on_from(serve.known_version) else kept.version
-        frames, moments, digest, first = kept.parts_for(serve)
+        share = self._core.share_of(serve.peer)
+        held = None if share is None else self._aggregator.frames_of(share)
+        frames, moments, digest, first = kept.parts_for(serve, held)
         here = serve.peer in self._core.hub.members
         if here and self._send(serve, begins_at, frames, moments, digest, first):
             since = [one for one in kept.since if one[0].version > begins_at]

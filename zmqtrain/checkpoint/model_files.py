@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from zmqtrain.checkpoint.files import open_arrays, write_arrays, write_in_parts
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.installed import package_version
-from zmqtrain.core.types import ModelSpec, Version, spec_from_plain, spec_to_plain
+from zmqtrain.core.types import LeafSpec, ModelSpec, Version, parts_of, piece_of, spec_from_plain, spec_to_plain
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +111,32 @@ def facts_from_metadata(metadata: Mapping[str, str]) -> ModelFacts:
 
 
 def write_model(path: Path, arrays: Mapping[str, NDArray[Any]], facts: ModelFacts) -> None:
-    """Write parameters by leaf path to one safetensors file, atomically. Raises CheckpointError."""
+    """Write parameters by leaf path to one safetensors file, atomically: whole leaves, also of a model that is cut for
+    pipelines. Raises CheckpointError."""
+    if parts_of(facts.leaves):
+        leaves, arrays = joined_pieces(facts.leaves, arrays)
+        facts = replace(facts, leaves=leaves)
     write_arrays(path, arrays, facts_to_metadata(facts))
+
+
+def joined_pieces(pieces: ModelSpec, arrays: Mapping[str, NDArray[Any]]) -> tuple[ModelSpec, dict[str, NDArray[Any]]]:
+    """Return the leaves of a model that is cut for pipelines, whole and in the order of the tree, and their values.
+
+    arrays: of the pieces, by path.
+    """
+    of_leaf: dict[int, list[tuple[tuple[int, int], LeafSpec, str]]] = {}
+    for leaf in pieces:
+        piece = piece_of(leaf.path)
+        assert piece is not None
+        of_leaf.setdefault(piece.number, []).append((piece.rows or (0, 0), leaf, piece.path))
+    whole, joined = [], {}
+    for _, found in sorted(of_leaf.items()):
+        found.sort(key=lambda one: one[0])
+        first, path = found[0][1], found[0][2]
+        values = [np.asarray(arrays[leaf.path]) for _, leaf, _ in found]
+        joined[path] = values[0] if len(values) == 1 else np.concatenate(values)
+        whole.append(LeafSpec(path, joined[path].shape, first.dtype))
+    return tuple(whole), joined
 
 
 def write_model_in_parts(

@@ -21,10 +21,9 @@ from zmqtrain.broker.checkpoint import MODEL_FILE, RunFolder, join_parts, merge_
 from zmqtrain.checkpoint.model_files import ModelFacts, facts_from_state, read_model, write_model
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.settings import HubOptions, LogOptions, check_host, check_new_file, command
-from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.fragment import layout_of
 from zmqtrain.core.errors import CheckpointError, ConfigError, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import count_values
 from zmqtrain.node.connect import connect
 from zmqtrain.node.node import Node
 from zmqtrain.protocol.hub import Hub
@@ -73,7 +72,7 @@ def _part(node: Node) -> tuple[ModelFacts, dict[str, NDArray[Any]]]:
     """Return the facts of what one broker has of the model, and that, flat where it is not a whole leaf."""
     settings, model = node.settings, node.peer.run_model
     snapshot, frames = node.fetch_copy(COPY_SECONDS)
-    layout = Layout(model, settings.fragments_of(count_values(model)), (node.shard, settings.shards))
+    layout = layout_of(model, settings, node.shard)
     leaves = layout.join(decode_snapshot(layout, split_snapshot(snapshot, frames)[0]))
     roster = node.roster
     facts = ModelFacts(

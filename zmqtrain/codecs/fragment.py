@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs.codec import Numpy
 from zmqtrain.core.errors import ConfigError, ModelMismatch
-from zmqtrain.core.types import Array, ModelSpec
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Array, ModelSpec, parts_of
 
 BLOCK_VALUES = 4096
 
@@ -246,6 +247,54 @@ class Layout:
             return rows.at[numbers].add(places, **promise).reshape(leaf.shape)
         wanted = rows[numbers] + places if add else places
         return rows.at[numbers].set(wanted.astype(leaf.dtype), **promise).reshape(leaf.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout(Layout):
+    """The cut of a model for pipelines: each part is a fragment, which has its leaves whole. A PC of a pipeline has
+    some parts in a row, and counts them from 0.
+
+    Raises ModelMismatch for a leaf that holds no real numbers, and where the leaves do not lie part by part.
+    """
+
+    def __post_init__(self) -> None:
+        check_model(self.spec)
+        parts = parts_of(self.spec)
+        rising = list(dict.fromkeys(parts))
+        if not parts or rising != list(range(rising[0], rising[0] + len(rising))) or parts != tuple(sorted(parts)):
+            raise ModelMismatch("the parts of a model that is cut for pipelines do not follow each other", "")
+        blocks = list(accumulate((-(-leaf.values // BLOCK_VALUES) for leaf in self.spec), initial=0))
+        object.__setattr__(self, "_first", tuple(blocks[:-1]))
+        object.__setattr__(self, "_range", (0, blocks[-1]))
+
+    def spans(self, leaf_index: int, fragment: int) -> NDArray[np.int64]:
+        held = leaf_index in self._held(fragment)
+        return np.array([[0, self.spec[leaf_index].values]] if held else np.empty((0, 2)), np.int64)
+
+    def _held(self, fragment: int) -> dict[int, int]:
+        if not self._known:
+            parts = parts_of(self.spec)
+            for number in range(self.fragments):
+                leaves = (leaf for leaf, part in enumerate(parts) if part == parts[0] + number)
+                self._known[number] = {leaf: self.spec[leaf].values for leaf in leaves if self.spec[leaf].values}
+        return self._known[fragment]
+
+    def _pieces(self, values: Array, leaf: int, fragment: int) -> tuple[Array, Array]:
+        return values[:0].reshape(0, BLOCK_VALUES), values
+
+    def _gather(self, values: Array, leaf: int, fragment: int) -> Array:
+        return values.astype(np.float32, copy=False)
+
+    def _write_jax(self, leaf: Array, leaf_index: int, fragment: int, segment: Array, add: bool) -> Array:
+        segment = segment.reshape(leaf.shape)
+        return (leaf + segment).astype(leaf.dtype) if add else segment.astype(leaf.dtype)
+
+
+def layout_of(model: ModelSpec, settings: RunSettings, shard: int = 0) -> Layout:
+    """Return how a model is cut in a run of these settings, at its hub and at each node. shard: of several brokers'.
+    Raises what `Layout` and `PartLayout` do."""
+    fragments = settings.fragments_of(model)
+    return PartLayout(model, fragments) if parts_of(model) else Layout(model, fragments, (shard, settings.shards))
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,14 @@ class Agrees(Protocol):
 
 
 @runtime_checkable
+class OffersTogether(Protocol):
+    """An exchange whose offers of one step count together or not at all: at the end, too, all are sent at once."""
+
+    def together(self) -> None:
+        """All fragments that are offered from now on, until this is called again, are one delta."""
+
+
+@runtime_checkable
 class Describes(Protocol):
     """An exchange that describes to its hub what a node trains on."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import split_argument
-from zmqtrain.core.types import LOCAL_UNITS
+from zmqtrain.core.types import LOCAL_UNITS, ModelSpec, count_values, parts_of
 
 AUTO = "auto"
 """What a spec says that the hub fits to what it measures."""
@@ -294,9 +294,12 @@ class RunSettings:
         """Whether an exchange carries all fragments of the model, one after the other, not one of them in turn."""
         return self.fragments == AUTO_FRAGMENTS
 
-    def fragments_of(self, values: int) -> int:
-        """Return into how many fragments a model of so many values is cut: auto, one where a round takes fragments as
-        they come (every release rule but quorum)."""
+    def fragments_of(self, model: ModelSpec) -> int:
+        """Return into how many fragments a model is cut: auto, one where a round takes fragments as they come (every
+        release rule but quorum); of a model that is cut for pipelines each part is one."""
+        if parts := parts_of(model):
+            return len(set(parts))
+        values = count_values(model)
         if not self.carries_all:
             return self.fragments
         return pieces_of(values) if self.release.partition(":")[0] == "quorum" else 1

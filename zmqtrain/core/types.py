@@ -7,10 +7,12 @@ fragment carries (flat float32), a *frame* at most `MAX_FRAME_BYTES` of encoded 
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from math import isfinite, nan, prod
 from typing import Any, NamedTuple, NewType, TypeVar
 
@@ -132,6 +134,49 @@ def describe_mismatch(run: ModelSpec, node: ModelSpec) -> tuple[str, str] | None
     return None
 
 
+_PIECE = re.compile(r"part(\d{4})/(\d{5})/(.+)\[(?:(\d+):(\d+)|:)\]", re.ASCII | re.DOTALL)
+MOST_PARTS = 1 << 10
+
+
+class Piece(NamedTuple):
+    """A leaf, or some rows of it, of a model that is cut into parts for pipelines. A part is a fragment of its own.
+
+    part: from 0, in the order of the computation.  number: of the leaf in the whole tree.  path: its path there.
+    rows: of its first axis, from, to; None: all.
+    """
+
+    part: int
+    number: int
+    path: str
+    rows: tuple[int, int] | None
+
+    @property
+    def name(self) -> str:
+        """The path of the piece in the model that is exchanged: it sorts by part, then by leaf and rows."""
+        rows = ":" if self.rows is None else f"{self.rows[0]}:{self.rows[1]}"
+        return f"part{self.part:04d}/{self.number:05d}/{self.path}[{rows}]"
+
+
+def piece_of(path: str) -> Piece | None:
+    """Return the piece that a path names; None for an ordinary leaf."""
+    if (match := _PIECE.fullmatch(path)) is None:
+        return None
+    part, number, whole, start, end = match.groups()
+    return Piece(int(part), int(number), whole, None if start is None else (int(start), int(end)))
+
+
+@lru_cache(maxsize=64)
+def parts_of(model: ModelSpec) -> tuple[int, ...]:
+    """Return the part of each leaf of a model that is cut for pipelines; () for any other model."""
+    pieces = [piece_of(leaf.path) for leaf in model]
+    return tuple(piece.part for piece in pieces if piece is not None) if model and None not in pieces else ()
+
+
+def leaves_of_parts(model: ModelSpec, first: int, end: int) -> ModelSpec:
+    """Return the leaves of the parts `first` to `end` of a model that is cut for pipelines."""
+    return tuple(leaf for leaf, part in zip(model, parts_of(model), strict=True) if first <= part < end)
+
+
 def spec_to_plain(spec: ModelSpec) -> list[list[Any]]:
     """Return a model's description as JSON can hold it."""
     return [[leaf.path, list(leaf.shape), leaf.dtype] for leaf in spec]
@@ -160,7 +205,7 @@ class Offer:
 
     segments: the pending progress of one fragment, one flat float32 array per leaf that the fragment touches (numpy or
     jax); nobody writes into them again.  samples, steps, scores: as in `Counts`.  applied: the sequences whose landing
-    has been applied since the last offer.  dense: send uncompressed, to drain what is pending.
+    has been applied since the last offer.  dense: send uncompressed, to drain what is pending.  turn: as in `Publish`.
     """
 
     sequence: int
@@ -171,6 +216,7 @@ class Offer:
     scores: tuple[Any, ...] = ()
     applied: tuple[int, ...] = ()
     dense: bool = False
+    turn: int = -1
 
 
 @dataclass(frozen=True, slots=True)

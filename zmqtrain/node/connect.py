@@ -24,6 +24,7 @@ from zmqtrain.node.node import Node, NodeOptions, open_node
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.plans import link_share
 from zmqtrain.protocol.messages import Promote, Stop
+from zmqtrain.protocol.pipelines import Share
 from zmqtrain.session.environment import RealEnvironment
 from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.key_folder import Access, default_key_folder, find_access, find_hub_pair
@@ -53,6 +54,7 @@ def connect(
     checkpoint_every: str = "",
     checkpoint_keep: int = 3,
     new_run: bool = False,
+    holds: Share | None = None,
 ) -> Node | ShardedNode:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
@@ -71,6 +73,7 @@ def connect(
     checkpoint: a folder of this node's own, where it saves its state, and from which it goes on as the node that it
     was, without a hub if need be.  checkpoint_every: "60s", or "64" for versions; checkpoint_keep: how many stay.
     new_run: if the hub's run is another than the checkpoint's, set that aside and join; else that is a JoinRefused.
+    holds: what this PC has of the model, as one of a pipeline: `PipelineNode` says it.
     A script that ends without closing its node says goodbye all the same.
     Raises ConfigError for what cannot be, HubUnreachable when no broker answers, JoinRefused, CheckpointError.
     """
@@ -91,7 +94,7 @@ def connect(
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
     options = NodeOptions(
         name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events, share=given,
-        exchange=exchange, keep=None if folder is None else CheckpointOptions(folder, checkpoint_every),
+        exchange=exchange, holds=holds, keep=None if folder is None else CheckpointOptions(folder, checkpoint_every),
     )  # fmt: skip
     dialer = RealEnvironment(access)
     if folder is None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from zmqtrain.codecs.fragment import Layout as ModelLayout
+from zmqtrain.codecs.fragment import layout_of
 from zmqtrain.core import errors
 from zmqtrain.core.errors import (
     AggregateTimeout,
@@ -44,7 +44,6 @@ from zmqtrain.core.types import (
     StepSchedule,
     Update,
     Version,
-    count_values,
     spec_to_plain,
 )
 from zmqtrain.node.codec import CodecOn
@@ -129,7 +128,7 @@ def connect_as_one(
             raise
         return node
 
-    node = _lead(processes, opened, waits=True) if processes.is_first else None
+    node = lead(processes, opened, waits=True) if processes.is_first else None
     joint = JointNode(node, processes)
     if node is not None and joint.count > 1:
         text = "%s is %d processes: this one speaks with the hub, and tells the others"
@@ -152,7 +151,7 @@ def check_joint(settings: RunSettings) -> None:
         )
 
 
-def _lead(line: Line, call: Callable[[], Answer], waits: bool = False) -> Answer:
+def lead(line: Line, call: Callable[[], Answer], waits: bool = False) -> Answer:
     """Return what a call gives, in the first process. What it raises is told to the others, and raised here too.
 
     waits: the call may take long: the others hear once a second that there is nothing yet.
@@ -185,7 +184,7 @@ def _patiently(line: Line, call: Callable[[], Answer]) -> Answer:
     return answers[0]
 
 
-def _hear(line: Line) -> tuple[dict[str, Any], Sequence[Array]]:
+def hear(line: Line) -> tuple[dict[str, Any], Sequence[Array]]:
     """Return the next thing that the first process tells. Raises what it has raised."""
     while True:
         message, arrays = line.tell()
@@ -221,12 +220,11 @@ class JointNode:
         if leader is not None:
             told, _ = line.tell({"name": leader.name, "settings": leader.settings.to_dict()})
         else:
-            told, _ = _hear(line)
+            told, _ = hear(line)
         self.name: str = told["name"]
         self.settings = RunSettings.from_dict(told["settings"])
         self._layout: Layout | None = None
         self._update: Update | None = None  # seen, and not polled yet
-        self._unit = -1
         self._state, self._figures = ExchangeState(), ExchangeStatistics(-1, 0, 0, 0, 0.0, 0.0, 0, 0, None)
         self._schedule, self._fragments = StepSchedule(self.settings.every, self.settings.delay), tuple[int, ...]()
 
@@ -264,7 +262,7 @@ class JointNode:
         """
         leader = self.leader
         if leader is None:
-            told, arrays = _hear(self._line)
+            told, arrays = hear(self._line)
             self._look(told["stands"])
             return None, told["facts"], arrays
 
@@ -272,7 +270,7 @@ class JointNode:
             answer = ask(leader)
             return answer, ({"answer": answer}, ()) if pack is None else pack(answer), _stands(leader, self.settings)
 
-        answer, (facts, own), stands = _lead(self._line, asked, waits)
+        answer, (facts, own), stands = lead(self._line, asked, waits)
         self._line.tell({"stands": stands, "facts": facts}, own)
         self._look(stands)
         return answer, facts, own
@@ -304,7 +302,7 @@ class JointNode:
             waits=True,
             pack=_packed,
         )
-        self._layout = ModelLayout(model, self.settings.fragments_of(count_values(model)))
+        self._layout = layout_of(model, self.settings)
         return update if self.leader is not None else _unpacked(facts, arrays)
 
     def _check_alike(self, model: ModelSpec, leaves: Sequence[Array]) -> None:
@@ -419,43 +417,51 @@ class JointNode:
         the devices of all processes. Each process has its own source; all have as many batches in a unit.
         Raises DataError where this process has fewer, or more, batches in a unit than the first.
         """
-        batches_of: Callable[[int], Iterator[Batch]] = source.batches if hasattr(source, "batches") else source
-        return self._batches_told(batches_of) if self.leader is not None else self._batches_heard(batches_of)
+        return shared_batches(self._line, self.leader, source, self.name)
 
-    def _batches_told(self, batches_of: Callable[[int], Iterator[Batch]]) -> Iterator[Batch]:
-        leader = self.leader
-        assert leader is not None
 
-        def of_unit(unit: int) -> Iterator[Batch]:
-            self._unit = unit
-            yield from batches_of(unit)
+def shared_batches(line: Line, leader: Leader | None, source: Source[Batch], name: str) -> Iterator[Batch]:
+    """Give the batches of the data units that the broker deals to a node of several processes, in all of them; see
+    `JointNode.batches`. leader: in the first process.  name: of the node."""
+    batches_of: Callable[[int], Iterator[Batch]] = source.batches if hasattr(source, "batches") else source
+    return _batches_heard(line, batches_of, name) if leader is None else _batches_told(line, leader, batches_of)
 
-        coming = leader.batches_as_they_come(of_unit, TELL_SECONDS)
-        while (batch := _lead(self._line, lambda: next(coming, END))) is not END:
-            if batch is None:
-                self._line.tell({"waits": True})
-            else:
-                self._line.tell({"unit": self._unit})
-                yield batch
-        self._line.tell({"unit": None})
 
-    def _batches_heard(self, batches_of: Callable[[int], Iterator[Batch]]) -> Iterator[Batch]:
-        current = -1
-        coming: Iterator[Batch] = iter(())
-        while (unit := _hear(self._line)[0]["unit"]) is not None:
-            if unit != current:
-                if next(coming, END) is not END:
-                    raise self._uneven(current, "more")
-                current, coming = unit, iter(batches_of(unit))
-            if (batch := next(coming, END)) is END:
-                raise self._uneven(unit, "fewer")
+def _batches_told(line: Line, leader: Leader, batches_of: Callable[[int], Iterator[Batch]]) -> Iterator[Batch]:
+    current = -1
+
+    def of_unit(unit: int) -> Iterator[Batch]:
+        nonlocal current
+        current = unit
+        yield from batches_of(unit)
+
+    coming = leader.batches_as_they_come(of_unit, TELL_SECONDS)
+    while (batch := lead(line, lambda: next(coming, END))) is not END:
+        if batch is None:
+            line.tell({"waits": True})
+        else:
+            line.tell({"unit": current})
             yield batch
+    line.tell({"unit": None})
 
-    def _uneven(self, unit: int, how: str) -> DataError:
+
+def _batches_heard(line: Line, batches_of: Callable[[int], Iterator[Batch]], name: str) -> Iterator[Batch]:
+    def uneven(unit: int, how: str) -> DataError:
         return DataError(
-            f"process {self._line.index} of {self.name} has {how} batches in data unit {unit} than process 0: give all "
+            f"process {line.index} of {name} has {how} batches in data unit {unit} than process 0: give all "
             "processes as many, each its part of the same batches"
         )
+
+    current = -1
+    coming: Iterator[Batch] = iter(())
+    while (unit := hear(line)[0]["unit"]) is not None:
+        if unit != current:
+            if next(coming, END) is not END:
+                raise uneven(current, "more")
+            current, coming = unit, iter(batches_of(unit))
+        if (batch := next(coming, END)) is END:
+            raise uneven(unit, "fewer")
+        yield batch
 
 
 # ---------------------------------------------------------------------- messages of the first process

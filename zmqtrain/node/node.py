@@ -67,6 +67,7 @@ from zmqtrain.protocol.messages import (
     replace_fields,
 )
 from zmqtrain.protocol.peer import Peer, PeerRole, PeerState
+from zmqtrain.protocol.pipelines import Share
 from zmqtrain.session.environment import environment
 from zmqtrain.session.hub_session import REFUSED_SECONDS, HubSession, NullListener, Solitude
 from zmqtrain.transport.address import say_addresses, say_unreachable
@@ -88,8 +89,9 @@ class NodeOptions:
 
     peer: the id under which it connects.  addresses: of the broker, tried in turn.  codec_on: where deltas are
     encoded.  events: recorder of what happens here.  share: what training may use of this machine's port.  exchange:
-    the name of its synchronous exchange, see `connect`.  incarnation: above which this process begins
-    (`begin_incarnation`); 0: the node is not fenced.  keep: its checkpoints.  order: of an operator for the broker.
+    the name of its synchronous exchange, see `connect`.  holds: what it has as one PC of a pipeline.  incarnation:
+    above which this process begins (`begin_incarnation`); 0: the node is not fenced.  keep: its checkpoints.  order: of
+    an operator for the broker.
     """
 
     name: str
@@ -100,6 +102,7 @@ class NodeOptions:
     events: NodeRecorder | None = None
     share: LinkShare = field(default_factory=LinkShare)
     exchange: str = ""
+    holds: Share | None = None
     incarnation: int = 0
     keep: CheckpointOptions | None = None
     order: Promote | Stop | None = None
@@ -123,6 +126,9 @@ class Node(NullListener):
             options.peer, options.name, role, share.rate, share.share, options.exchange, options.incarnation,
             options.addresses,
         )  # fmt: skip
+        self.peer.holds = options.holds
+        self.turn = -1
+        """Of what is offered now, at a PC of a pipeline; see `Publish`."""
         self._changed = here.condition()
         self.units = UnitQueue(options.peer, self, here.condition(), self._events)
         """The data units that are dealt to this node."""
@@ -514,7 +520,8 @@ class Node(NullListener):
         dropping = self.restarts.begun or self.peer.overtaken
         if timetable is None or self.codec.coder is None or dropping or self.quarantined_seconds > 0:
             return ()
-        return self.offers.next_fragments(timetable.at(self.offers.version), self.layout.fragments, self.link.live)
+        settings, together = timetable.at(self.offers.version), self.options.holds is not None
+        return self.offers.next_fragments(settings, self.layout.fragments, self.link.live, together)
 
     def offer(self, fragment: int, segments: Sequence[Array], counts: Counts, *, dense: bool = False) -> int | None:
         """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
@@ -522,7 +529,7 @@ class Node(NullListener):
         if not self.next_fragments():
             return None
         self.offers.skip_to(self.peer.heard + 1)  # a former process of this node may have used those before
-        offer = self.offers.draft(fragment, segments, counts, dense=dense)
+        offer = replace(self.offers.draft(fragment, segments, counts, dense=dense), turn=self.turn)
         base, taken = self.offers.version, [offer]  # popped: the segments need not stay until the next job
         if not self.in_codec(lambda: self.codec.encode(taken.pop(), base), self._values[fragment]):
             return None

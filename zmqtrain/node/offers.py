@@ -27,16 +27,18 @@ class Offers:
         self._in_flight: dict[int, int] = {}  # by sequence: the fragment
         self._offers_since: dict[int, int] = {}  # by fragment: the offers since its last one
 
-    def next_fragments(self, settings: RunSettings, fragments: int, live: bool) -> tuple[int, ...]:
+    def next_fragments(
+        self, settings: RunSettings, fragments: int, live: bool, together: bool = False
+    ) -> tuple[int, ...]:
         """Return the fragments that the next exchange carries, none if there should be no exchange now.
 
         settings: as they hold now.  fragments: of the model.  live: whether the node takes part in the run now.
         Where an exchange carries all fragments, these are those of which fewer are in flight than may be; all nodes
-        offer them in the same order.
+        offer them in the same order.  together: an exchange carries all whatever the settings are.
         """
         if not live or self.version < 0:  # a run that has just begun: its parameters are in flight
             return ()
-        if not settings.carries_all:
+        if not (settings.carries_all or together):
             fragment = self._next_in_turn(settings)
             return () if fragment is None else (fragment,)
         in_flight = Counter(self._in_flight.values())

@@ -126,19 +126,21 @@ def place(
     memory_bytes: int | None = None,
     link: LinkModel | None = None,
     copies: int = 0,
+    segments_for: int = 0,
 ) -> Placement:
     """Measure the segments of a loss on all PCs of a communicator, and return the plan. All ranks call it.
 
     params: shapes of the whole tree (`jax.eval_shape`).  batch: a whole one, or shapes.  micro_batches, uncut: as of
     `split`.  schedule: 1f1b if None.  codec: of what travels.  memory_bytes: what a stage may use here; None: nine
     tenths of what the card has, or of what is free.  link: of each port; 1 Gb/s if None.  copies: of its parameters
-    that a stage keeps on the host; they count where a PC has no card.
+    that a stage keeps on the host; they count where a PC has no card.  segments_for: cut as many segments as so many
+    PCs would; 0: as these.
     Raises ConfigError for a loss with fewer segments than PCs, and on all ranks if they have different settings;
     DoesNotFit on all ranks if the PCs cannot hold the model.
     """
     boundary = Boundary(codec)
     batches = MicroBatches(jax.eval_shape(lambda tree: tree, batch), micro_batches, frozenset(uncut))
-    segments = cut_into_segments(loss_fn, params, batches, comm.size)
+    segments = cut_into_segments(loss_fn, params, batches, segments_for or comm.size)
     rule = schedule or Schedule()
     check_terms(comm, f"schedule {rule.name}, depth {rule.depth}, codec {boundary.codec}, {terms_of(segments)}")
     memory, counts_copies = float(memory_bytes or usable_memory()), float(card_bytes() is None)

@@ -49,6 +49,10 @@ class StageRun:
         """The newest version of its own parameters."""
         return self._versions[max(self._versions)]
 
+    def go_on_from(self, own: Any) -> None:
+        """Take these values for the newest version, between steps."""
+        self._versions[max(self._versions)] = own
+
     @property
     def carries_kept(self) -> int:
         """How many micro-batches have gone forward here and not backward."""

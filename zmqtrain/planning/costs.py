@@ -143,7 +143,7 @@ class MemoryEstimate:
 
     @property
     def _fragments(self) -> int:
-        return self.cut or self.settings.fragments_of(count_values(self.model))
+        return self.cut or self.settings.fragments_of(self.model)
 
     def _exchange_lines(self, piece: int, several: bool) -> Iterator[MemoryLine]:
         """One offered fragment, and one arriving fragment.

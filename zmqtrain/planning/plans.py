@@ -353,7 +353,7 @@ class LoadPlanner:
         steps: the seconds of a step, of those that have said it.  now: what holds, and was measured.  held: seconds.
         """
         settings, nodes, values = self.settings, len(members), count_values(model)
-        fragments = settings.fragments_of(values)
+        fragments = settings.fragments_of(model)
         at_once = fragments if settings.carries_all else 1
         sizes = exchange_bytes(model, codec, broadcast_codec, fragments)
         slowest_counts = settings.waits or self._rule.one_each

@@ -47,11 +47,13 @@ class Expect(Effect, frozen=True):
 
 
 class Found(Effect, frozen=True):
-    """The run begins with the parameters of this node, which are here, as version 0."""
+    """The run begins with the parameters of this node, which are here, as version 0. others: of a pipeline, the PCs
+    that hold the following parts, in order."""
 
     peer: PeerId
     announcement: Snapshot
     model: ModelSpec
+    others: tuple[tuple[PeerId, Snapshot], ...] = ()
 
 
 class Average(Effect, frozen=True):
@@ -156,10 +158,18 @@ class Accumulate(Effect, frozen=True):
     publish: Publish
 
 
+class Dismiss(Effect, frozen=True):
+    """Drop this publish, which is here whole: it will not land."""
+
+    peer: PeerId
+    publish: Publish
+
+
 class Contribution(Effect, frozen=True):
     """One publish of a round. staleness: versions that its base is behind; too_stale: it lands with no weight.
 
-    late: how many seconds it came after the first one of its round.
+    late: how many seconds it came after the first one of its round.  node: of a part of a pipeline's turn, the member
+    that stands for the pipeline; "": a node of its own.
     """
 
     peer: PeerId
@@ -171,6 +181,13 @@ class Contribution(Effect, frozen=True):
     staleness: int
     too_stale: bool = False
     late: float = 0.0
+    node: PeerId = PeerId("")
+    turn: int = -1
+
+    @property
+    def counts(self) -> bool:
+        """Whether its samples count: of a turn only those of the first part, for all stand for the same."""
+        return not self.node or self.fragment == 0
 
 
 class Reduce(Effect, frozen=True):
@@ -199,7 +216,7 @@ class Reduce(Effect, frozen=True):
     @property
     def samples(self) -> int:
         """The samples of all publishes in it."""
-        return sum(one.samples for one in self.contributions)
+        return sum(one.samples for one in self.contributions if one.counts)
 
 
 class Deliver(Effect, frozen=True):
@@ -262,7 +279,7 @@ class Connect(Effect, frozen=True):
 # fmt: off
 HubEffect = (
     SendTo | Broadcast | Expect | Found | Average | Propose | Lend | Serve | Replicate | Hear | Rewind | Answer
-    | Forward | Consult | Combine | Discard | Accumulate | Reduce | Rebase | TakeBack | Disconnect
+    | Forward | Consult | Combine | Discard | Accumulate | Dismiss | Reduce | Rebase | TakeBack | Disconnect
 )
 # fmt: on
 PeerEffect = Send | Connect | Expect | Serve | Deliver | Withdraw | Disconnect

@@ -15,7 +15,9 @@ Rule 6 (publishing): a second Publish of a delta that is in flight, accepted or 
 refused delta is offered again. A node is awaited and counts in N from its first delta on. It counts from its joining
 where a round takes one delta of each node, added in the order of the peer ids. A node that joined before the hub's
 first release counts until 5 s after that release.
-Rule 7: `state` is what a checkpoint holds besides arrays; `books` is the part that a standby hears between releases.
+Rule 7 (pipelines): a pipeline is one node of several members (`pipelines`). The first node decides whether a run is one
+of pipelines.
+Rule 8: `state` is what a checkpoint holds besides arrays; `books` is the part that a standby hears between releases.
 """
 
 from __future__ import annotations
@@ -29,7 +31,18 @@ from typing import Any
 
 from zmqtrain.core.errors import CheckpointError, FramingError, RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import ModelSpec, PeerId, Version, count_values, is_barrier, spec_from_plain, spec_to_plain
+from zmqtrain.core.types import (
+    MOST_PARTS,
+    ModelSpec,
+    PeerId,
+    Version,
+    count_values,
+    is_barrier,
+    leaves_of_parts,
+    parts_of,
+    spec_from_plain,
+    spec_to_plain,
+)
 from zmqtrain.protocol.effects import (
     Accumulate,
     Answer,
@@ -37,6 +50,7 @@ from zmqtrain.protocol.effects import (
     Consult,
     Contribution,
     Disconnect,
+    Dismiss,
     Expect,
     Hear,
     HubEffect,
@@ -92,7 +106,9 @@ from zmqtrain.protocol.messages import (
     model_from_wire,
     model_to_wire,
     printable,
+    replace_fields,
 )
+from zmqtrain.protocol.pipelines import Part, Share, Turns
 from zmqtrain.protocol.rounds import AfterAll, FragmentRounds, ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning, Timetable, schedule_from_plain
 from zmqtrain.protocol.standby import PrimaryLease
@@ -135,6 +151,7 @@ CLOCK = (
     "the clock of this PC is more than a day ahead of the broker's: set the one that is wrong (timedatectl), and start "
     "this node again"
 )
+BROKEN_PIPELINE = ("turn", "a PC of this pipeline is not here: what it offers cannot count without the others' parts")
 RESTART = ("restart", "this node is to begin again from the shared parameters: what it had pending is dropped")
 DIVERGED = frozenset({"norm", "enormous", "non-finite"})
 """A node quarantined for one of these diverges, and its recent contributions may have been part of that."""
@@ -201,6 +218,7 @@ class Hub:
         self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
         self.shards = ShardRegistry(settings.shards)
         self.rounds = FragmentRounds(rule, together=settings.carries_all)
+        self.turns = Turns()
         self.units = UnitDealer(settings, self.members, shard)
         self.records = Records()
         self.fence = Fence()
@@ -394,6 +412,8 @@ class Hub:
             refused = Refused("shard", why) if why else None
         if refused is None and hello.role == "node" and (why := self._settle_exchange(sender, hello)):
             refused = Refused("exchange", why)
+        if refused is None and hello.role == "node" and (why := self._obstacle_to_share(sender, hello)):
+            refused = Refused("pipeline", why)
         if refused is not None:
             return [SendTo(sender, refused, Stamp(hello.incarnation))]
         effects: list[HubEffect] = []
@@ -485,12 +505,42 @@ class Hub:
                 f"{mine}, and {other.name}, which is in this run, does so with {theirs}: start all nodes of a run with "
                 "the same"
             )
-        if self.rounds.pending:
+        if self.waiting:
             text = f"{mine}, and deltas of nodes that trained with {theirs} have not landed yet"
             return f"{text}: start it again in a few seconds"
         self.exchange = hello.exchange
         # synchronous nodes all publish the same at the end: it must land once, whole
         self.rounds = FragmentRounds(AfterAll() if self.exchange else self.rule, together=self.settings.carries_all)
+        return ""
+
+    def _obstacle_to_share(self, sender: PeerId, hello: Hello) -> str:
+        """Return why a node cannot take part as the PC of a pipeline that it is, or as a whole node; "" if it can."""
+        name, settings, share = printable(hello.name, MAX_NAME), self.settings, _share_of(hello)
+        others = [member for peer, member in self.members.items() if member.is_node and peer != sender]
+        known = parts_of(self.model) if self.version >= 0 else ()
+        if share is None:
+            if known or any(member.holds is not None for member in others):
+                return (
+                    f"this run is one of pipelines, and {name} would train the whole model: start it as a pipeline too"
+                )
+            return ""
+        if any(member.holds is None for member in others) or (self.version >= 0 and not known):
+            return f"{name} is a PC of a pipeline, and the nodes of this run have the whole model: use another broker"
+        if known and len(set(known)) != share.parts:
+            return (
+                f"this run's model has {len(set(known))} parts, and that of {name} {share.parts}: give all pipelines "
+                "of a run the same loss, batch and micro-batches"
+            )
+        mates = [one.holds for one in others if one.holds is not None and one.holds.pipeline == share.pipeline]
+        if any(share.overlaps(mate) or share.parts != mate.parts for mate in mates):
+            return f"another PC of its pipeline has some of the parts that {name} would have"
+        if settings.shards > 1:
+            return "this run has several brokers: pipelines train with one"
+        if settings.mode == "strict" or settings.elastic < 1 or self.exchange:
+            return "pipelines train in the default mode, without --elastic and without --exchange"
+        if settings.trains_apart or settings.initial in ("mean", "own"):
+            text = "this run compares nodes before they have common parameters"
+            return f"{text} (--initial {settings.initial}): with pipelines say --initial founder"
         return ""
 
     def _member(self, peer: PeerId, hello: Hello, before: Member | None, now: float) -> Member:
@@ -499,6 +549,7 @@ class Hub:
         name = printable(hello.name, MAX_NAME)
         member = Member(peer, name, state, now, now, hello.version, hello.version < 0, number=self._came)
         member.link, member.share, member.checkpoints = hello.link, hello.share, hello.checkpoints
+        member.holds = _share_of(hello)
         if state is MemberState.STANDBY:
             member.address = hello.address
         if before is None:
@@ -515,9 +566,9 @@ class Hub:
             run=self.run,
             version=self.version,
             settings=self.settings.to_dict(),
-            model=model_to_wire(self.model) if self.version >= 0 else (),
+            model=model_to_wire(self.model_of(member)) if self.version >= 0 else (),
             landed=self.records.landed(peer),
-            accepted=tuple(publish.sequence for sender, publish in self.rounds.pending if sender == peer),
+            accepted=tuple(publish.sequence for sender, publish in self.waiting if sender == peer),
             schedules=self.timetable.since(self.version),
             shard=self.shard,
             shards=(self.first,) if self.shard else self.shards.addresses,
@@ -625,6 +676,9 @@ class Hub:
         effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
         effects += self.units.lost(member.peer, unbacked=not self.backs(member))
         effects += self.initialization.left(member)
+        if member.holds is not None:
+            text = f"{member.name}, which has parts of the same delta, is gone"
+            effects += self._refuse_parts(self.turns.forget(member.holds.pipeline), text)
         if self.exchange:  # a node that left before the end is no part of the common end
             self.rounds.forget(member.peer)
         return effects + self.release(now) + self.units.end_when_drained(self.version)
@@ -689,11 +743,13 @@ class Hub:
     # ------------------------------------------------------------------ contributions
 
     def _on_publish(self, member: Member, publish: Publish, now: float) -> list[HubEffect]:
+        if member.holds is not None and publish.fragment >= 0:  # it counts its parts from 0
+            publish = replace_fields(publish, fragment=publish.fragment + member.holds.first)
         if self._is_duplicate(member, publish):
             self.fence.count(Verdict.DUPLICATE)
             return []
         if (fault := self._fault_of(member, publish)) is not None:
-            return [self._refuse(member, publish, *fault)]
+            return [self._refuse(member, publish, *fault), *self._refuse_turn(member, publish)]
         if self.shard:
             member.idle = False  # it trains again
         self.records.hear(member.peer, publish.sequence)
@@ -709,17 +765,26 @@ class Hub:
         if isinstance(announcement, Snapshot):
             return self._begun(self.initialization.whole(member, announcement))
         if self._is_obsolete(member, announcement):
-            return [self._refuse(member, announcement, *RESTART)]
-        self.rounds.add(peer, announcement, now)
+            return [self._refuse(member, announcement, *RESTART), *self._refuse_turn(member, announcement)]
+        effects, whole = list[HubEffect](), tuple[Part, ...](((peer, announcement),))
+        if member.holds is not None:
+            if not self.members.is_whole(member):  # a PC of it has gone meanwhile
+                return [self._refuse(member, announcement, *BROKEN_PIPELINE), Dismiss(peer, announcement)]
+            whole, dead = self.turns.add(member.holds, peer, announcement)
+            effects += self._refuse_parts(dead, "a part of the same delta did not come")
+        if whole:
+            self.rounds.add(*whole[0], now)
         self.quarantines.accepted(peer, self.voter_of(peer), now)
         member.contributions, member.counted = member.contributions + 1, True
         self.units.ledger.back(peer)
-        member.samples += announcement.samples
-        settings = self.timetable.at(self.version)
-        member.steps += min(announcement.steps, 2 * (settings.every + settings.delay))
+        if member.holds is None or announcement.fragment == member.holds.first:  # all parts stand for the same steps
+            member.samples += announcement.samples
+            settings = self.timetable.at(self.version)
+            member.steps += min(announcement.steps, 2 * (settings.every + settings.delay))
         member.staleness = self.version - announcement.base_version
-        accumulate: list[HubEffect] = [] if self.rounds.rule.one_each else [Accumulate(peer, announcement)]
-        return accumulate + self.release(now)
+        if not self.rounds.rule.one_each:
+            effects += [Accumulate(sender, one) for sender, one in whole]
+        return effects + self.release(now)
 
     def broken(self, peer: PeerId, transfer: int, reason: str, text: str, now: float) -> list[HubEffect]:
         """An expected transfer is not sound, or was never acceptable: refuse it; nothing of it is used."""
@@ -729,7 +794,8 @@ class Hub:
             return []
         if isinstance(announcement, Snapshot):
             return self.initialization.send_away(member, reason, text) + self.initialization.left(member)
-        return [self._refuse(member, announcement, reason, text), *self._offended(member, reason, text, now)]
+        refused = [self._refuse(member, announcement, reason, text), *self._refuse_turn(member, announcement)]
+        return refused + self._offended(member, reason, text, now)
 
     def left_out(self, peer: PeerId, reason: str, text: str, now: float) -> list[HubEffect]:
         """A landed delta is excluded from its version's sum, because it is far larger than the others of its round."""
@@ -746,7 +812,7 @@ class Hub:
         return publish.sequence in known.union(sequence for sequence, _ in self.records.landed(member.peer))
 
     def _not_landed(self, member: Member) -> list[Publish]:
-        waiting = [one for peer, one in self.rounds.pending if peer == member.peer]
+        waiting = [one for peer, one in self.waiting if peer == member.peer]
         return waiting + [one for one in member.open.values() if isinstance(one, Publish)]
 
     def _fault_of(self, member: Member, publish: Publish) -> tuple[str, str] | None:
@@ -758,6 +824,10 @@ class Hub:
             return "quarantine", "this node is quarantined: nothing of it is taken now"
         if self._is_obsolete(member, publish):
             return RESTART
+        if member.holds is not None and not self.members.is_whole(member):
+            return BROKEN_PIPELINE
+        if member.holds is not None and not member.holds.first <= publish.fragment < member.holds.end:
+            return "fragment", f"part {publish.fragment}, which is not one of this PC's"
         if not 0 <= publish.fragment < self.fragments:
             return "fragment", f"fragment {publish.fragment} of a run with {self.fragments}"
         if not (publish.codec == "float32" if publish.dense else self.timetable.takes(publish.codec)):
@@ -772,7 +842,8 @@ class Hub:
         if not (0 <= publish.samples <= MAX_SAMPLES and 0 <= publish.steps <= MAX_SAMPLES):
             return "samples", f"stands for {publish.samples} samples in {publish.steps} steps"
         waiting = self._not_landed(member)
-        in_flight = self.timetable.at(self.version).offers_in_flight * (self.fragments if settings.carries_all else 1)
+        at_once = self.fragments if settings.carries_all or member.holds is not None else 1
+        in_flight = self.timetable.at(self.version).offers_in_flight * at_once
         most_bytes = max(MOST_WAITING_BYTES, (1 + in_flight) * 4 * count_values(self.model))
         waiting_bytes = sum(sum(one.sizes) for one in (*waiting, publish))
         if len(waiting) >= max(MOST_WAITING, in_flight) or waiting_bytes > most_bytes:
@@ -793,6 +864,21 @@ class Hub:
         self.refused += 1
         return SendTo(member.peer, Refused(reason, text, publish.sequence))
 
+    def _refuse_turn(self, member: Member, publish: Publish) -> list[HubEffect]:
+        """Refuse the other parts of a pipeline's delta of which one is refused."""
+        if member.holds is None:
+            return []
+        text = f"another part of the same delta was refused, at {member.name}"
+        return self._refuse_parts(self.turns.refuse(member.holds.pipeline, publish.turn), text)
+
+    def _refuse_parts(self, parts: Sequence[Part], text: str) -> list[HubEffect]:
+        effects: list[HubEffect] = []
+        for peer, publish in parts:
+            effects.append(Dismiss(peer, publish))
+            if (member := self.members.get(peer)) is not None:
+                effects.append(self._refuse(member, publish, "turn", text))
+        return effects
+
     def release(self, now: float) -> list[HubEffect]:
         """Make versions of the rounds that are due; return what the aggregator is to do for them."""
         if self.version < 0:
@@ -805,18 +891,24 @@ class Hub:
             self.complete = len(self.members.training) >= self.settings.start_nodes
         while self.complete and (taken := self.rounds.take(self.awaited, now)):
             first = min(self.rounds.came)
-            late = {id(publish): came - first for (_, publish), came in zip(taken, self.rounds.came, strict=True)}
+            came = {(peer, one.sequence): at - first for (peer, one), at in zip(taken, self.rounds.came, strict=True)}
             if self.rounds.rule.one_each:
                 # a stated order: the sum of floats depends on it (strict mode is bit-identical)
                 taken.sort(key=lambda one: one[0])
-                effects += [Accumulate(peer, publish) for peer, publish in taken]
             senders = {peer for peer, _ in taken}
+            contributions: list[Contribution] = []
+            for peer, publish in taken:
+                parts = self.turns.spread([(peer, publish)])
+                late = came[peer, publish.sequence]
+                contributions += [self._contribution(sender, one, late, peer) for sender, one in parts]
+                if self.rounds.rule.one_each:
+                    effects += [Accumulate(sender, one) for sender, one in parts]
             everybody = max(len(self.members.counted | senders), self.units.nodes_at_the_end)
             scheduled = self.timetable.at(self.version)
             reduce = Reduce(
                 version=self.version + 1,
-                fragments=tuple(sorted({publish.fragment for _, publish in taken})),
-                contributions=tuple(self._contribution(peer, one, late[id(one)]) for peer, one in taken),
+                fragments=tuple(sorted({one.fragment for one in contributions})),
+                contributions=tuple(contributions),
                 live=len(senders) if self.exchange else everybody,
                 dense=any(publish.dense for _, publish in taken),
                 plain=bool(self.exchange),
@@ -833,7 +925,8 @@ class Hub:
                 self.began_at = now
         return effects
 
-    def _contribution(self, peer: PeerId, publish: Publish, late: float) -> Contribution:
+    def _contribution(self, peer: PeerId, publish: Publish, late: float, node: PeerId) -> Contribution:
+        """node: the peer that stands for the sender: of a pipeline, the PC with part 0."""
         staleness = self.version - publish.base_version
         return Contribution(
             peer=peer,
@@ -845,6 +938,8 @@ class Hub:
             staleness=staleness,
             too_stale=self._too_stale(staleness) and self.settings.stale == "drop" and not publish.dense,
             late=late,
+            node=node if publish.turn >= 0 else PeerId(""),
+            turn=publish.turn,
         )
 
     def _too_stale(self, staleness: int) -> bool:
@@ -865,6 +960,14 @@ class Hub:
             effects = [Rebase(out, why)]
         member.quarantined = True
         effects.append(SendTo(member.peer, Quarantine(reason, text, seconds)))
+        if member.holds is not None:
+            mates = [one for one in self.members.pipeline(member) if one is not member]
+            effects += self._refuse_parts(self.turns.forget(member.holds.pipeline), f"{member.name} is quarantined")
+            effects += [
+                _restart(one, f"{member.name}, of the same pipeline, is quarantined")
+                for one in mates
+                if one.state is MemberState.LIVE
+            ]
         takes_back = reason in DIVERGED and self.settings.mode == "default" and self.settings.shards == 1
         if takes_back and not self.exchange:
             effects.append(TakeBack(member.peer))
@@ -906,7 +1009,7 @@ class Hub:
         if not 0 <= version < self.version or self.version < self.rests_until:
             return []
         effects: list[HubEffect] = []
-        for sender, publish in self.rounds.pending:
+        for sender, publish in self.waiting:
             if (member := self.members.get(sender)) is not None:
                 effects.append(self._refuse(member, publish, *RESTART))
         self.clear_rounds()
@@ -926,8 +1029,18 @@ class Hub:
         return self.initialization.model
 
     @property
+    def waiting(self) -> list[Part]:
+        """The publishes that are accepted and in no version yet, of pipelines also those whose turn is not whole."""
+        return self.turns.parts_behind(self.rounds.pending)
+
+    def model_of(self, member: Member) -> ModelSpec:
+        """Return what a member has of the run's model."""
+        share = member.holds
+        return self.model if share is None else leaves_of_parts(self.model, share.first, share.end)
+
+    @property
     def fragments(self) -> int:
-        return self.settings.fragments_of(count_values(self.model))
+        return self.settings.fragments_of(self.model)
 
     @property
     def live(self) -> frozenset[PeerId]:
@@ -1104,6 +1217,7 @@ class Hub:
         return self._begun(self.initialization.rewound(self.version))
 
     def clear_rounds(self) -> None:
+        self.turns = Turns()
         self.rounds = FragmentRounds(self.rounds.rule, together=self.settings.carries_all)
 
     def state(self) -> dict[str, Any]:
@@ -1187,6 +1301,11 @@ class Hub:
         self.contributions += len(landed)
 
 
+def _share_of(hello: Hello) -> Share | None:
+    """Return what a sound Hello says that its sender holds as one PC of a pipeline."""
+    return Share(hello.pipeline, *hello.holds) if hello.pipeline else None
+
+
 def _restart(member: Member, reason: str) -> SendTo:
     """Have a live node drop what it has pending, and take none of its deltas until it has fetched a snapshot."""
     member.restarts = True
@@ -1202,6 +1321,11 @@ def _check_hello(sender: PeerId, hello: Hello) -> None:
         raise RemoteProtocolError(sender, "joining", "a Hello with an exchange of that length")
     if not 0 <= hello.incarnation < MAX_INCARNATION:
         raise RemoteProtocolError(sender, "joining", f"a Hello with the incarnation {hello.incarnation}")
+    first, end, parts = hello.holds if len(hello.holds) == 3 else (0, 0, 0)
+    if (hello.pipeline or hello.holds) and not (
+        0 < len(hello.pipeline) <= MAX_NAME and hello.pipeline.isprintable() and 0 <= first < end <= parts <= MOST_PARTS
+    ):
+        raise RemoteProtocolError(sender, "joining", f"a Hello as the PC of a pipeline that holds {hello.holds[:4]}")
     if len(hello.in_flight) > MOST_WAITING or len(hello.checkpoints) > MOST_CHECKPOINTS:
         raise RemoteProtocolError(sender, "joining", "a Hello that names too many deltas or checkpoints")
 

@@ -15,6 +15,9 @@ brokers their shards under that number before it answers. Another broker asks on
 of the parameters it has (if a founder fails half-way, the next one starts over), or with that very number if the node
 has reconnected.
 
+A pipeline is asked as one: each of its PCs for the parts that it holds, once all of them wait; their parameters are one
+model. With pipelines only the founder's way is allowed.
+
 Rule 1: the machine never waits for a node that has left: the next node in order takes its place.
 Rule 2: one node is asked at a time, except for the mean.  Rule 3: the arrays are the aggregator's business.
 Rule 4 (vote on the mean): each node with a finite score of its own parameters is sent the mean and reports its score. A
@@ -40,6 +43,8 @@ from zmqtrain.core.types import (
     count_values,
     describe_mismatch,
     is_barrier,
+    leaves_of_parts,
+    parts_of,
 )
 from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, Propose, Rewind, SendTo, Serve
 from zmqtrain.protocol.members import Member, Members, MemberState, Records
@@ -186,6 +191,8 @@ class Initialization:
         member.model = model_from_wire(fetch.model)
         if not member.model:
             return self.send_away(member, "model", "a node that joins must describe its model; this one described none")
+        if member.holds is not None and len(set(parts_of(member.model))) != member.holds.end - member.holds.first:
+            return self.send_away(member, "model", "the leaves that it describes are not those of the parts it holds")
         if self._shard and self._is_asked(fetch.founding):
             return self._start_over(member, fetch.founding)
         if self.founded:
@@ -208,6 +215,15 @@ class Initialization:
             self._gathered[member.peer] = snapshot
             return self.go_on()
         member.known_version = 0
+        if member.holds is not None:
+            self._gathered[member.peer] = snapshot
+            pipeline = self._members.pipeline(member)
+            if not (self._members.is_whole(member) and all(one.peer in self._gathered for one in pipeline)):
+                return []
+            parts = tuple((one.peer, self._gathered[one.peer]) for one in pipeline)
+            self._gathered.clear()
+            self.model = tuple(leaf for one in pipeline for leaf in one.model)
+            return self._found(*parts[0], others=parts[1:])
         return self._found(member.peer, snapshot)
 
     def averaged(self) -> list[HubEffect]:
@@ -255,6 +271,8 @@ class Initialization:
         """Ask the next node for its parameters, if none is being asked."""
         if self._shard:  # the first asks
             return []
+        if any(member.holds is not None for member in self._in(MemberState.WAITING)) and not self.founded:
+            return self._ask_pipeline()
         if self.founded or self._averaging or self._in(MemberState.FOUNDING, MemberState.LENDING):
             return []
         if self._population:
@@ -277,6 +295,23 @@ class Initialization:
         if self.settings.initial == "best":
             waiting.sort(key=lambda member: member.rank)
         return self._ask(waiting[0], MemberState.FOUNDING) if waiting else []
+
+    def _ask_pipeline(self) -> list[HubEffect]:
+        """Ask the PCs of the first pipeline that is whole for what each holds; a PC that has come again, once more."""
+        asked = [*self._in(MemberState.FOUNDING), *(self._members[peer] for peer in self._gathered)]
+        waiting = [one for one in self._in(MemberState.WAITING) if one.peer not in self._gathered]
+        for member in asked or waiting:
+            pipeline = self._members.pipeline(member)
+            ready = all(one.state in (MemberState.WAITING, MemberState.FOUNDING) for one in pipeline)
+            if not (ready and self._members.is_whole(member)):
+                continue
+            effects: list[HubEffect] = []
+            for one in pipeline:
+                if one in waiting:
+                    effects += self._ask(one, MemberState.FOUNDING)
+            self.model = tuple(leaf for one in pipeline for leaf in one.model)
+            return effects
+        return []
 
     def _is_vote(self, member: Member, fetch: Fetch) -> bool:
         """Record the score of the mean, if this is one; it may come after the vote is over."""
@@ -374,10 +409,16 @@ class Initialization:
         self.number = number
         return effects + self._ask(founder, MemberState.FOUNDING)
 
-    def _found(self, peer: PeerId, snapshot: Snapshot, lineage: PeerId | None = None) -> list[HubEffect]:
+    def _found(
+        self,
+        peer: PeerId,
+        snapshot: Snapshot,
+        lineage: PeerId | None = None,
+        others: tuple[tuple[PeerId, Snapshot], ...] = (),
+    ) -> list[HubEffect]:
         self.founded = True
         self._laggards.clear()
-        effects: list[HubEffect] = [Found(peer, snapshot, self.model)]
+        effects: list[HubEffect] = [Found(peer, snapshot, self.model, others)]
         for member in self._in(MemberState.APART):
             member.move(MemberState.WAITING)
             member.newcomer = member.lineage != lineage  # all others go on from their own
@@ -389,7 +430,8 @@ class Initialization:
         """Send the run's parameters to the waiting nodes, once start_nodes wait."""
         effects = self._send_others_away(MemberState.WAITING, self.model)
         waiting = self._in(MemberState.WAITING)
-        if not (self.started or self._population or len(waiting) >= self._start_nodes):
+        nodes = [one for one in waiting if not one.follows]
+        if not (self.started or self._population or len(nodes) >= self._start_nodes):
             return effects
         rewound = False
         if self._kept is not None:
@@ -420,8 +462,12 @@ class Initialization:
         """Send members of that state with another model away; without one, the first member's."""
         effects: list[HubEffect] = []
         for member in self._in(state):
+            if member.holds is not None and not self.founded:  # its parts are its own
+                continue
             model = model or member.model
-            difference = describe_mismatch(model, member.model)
+            share = member.holds
+            own = model if share is None else leaves_of_parts(model, share.first, share.end)
+            difference = describe_mismatch(own, member.model)
             if difference is not None:
                 effects += self.send_away(member, "model", f"{difference[1]}; start this node with the run's model")
         return effects

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
@@ -48,6 +48,7 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
     printable,
 )
+from zmqtrain.protocol.pipelines import Share, is_covered
 
 RUN_OVER = "the run is over"
 """Reason of the first broker's Goodbye that ends the other brokers too; after any other reason they wait for it."""
@@ -181,7 +182,8 @@ class Member:
     which it restarted, None: it has not; what it computed on earlier versions is rejected.
     asked_at: when it was last sent a message because it was overdue.  founds_since: when it was asked for its
     parameters, None: it is not.  unreachable_since: when its connection was first found gone, None: it was not.
-    number: its place among all that have joined.  same_as: the last node with the same first step, None: none.
+    holds: what it has as one PC of a pipeline.  number: its place among all that have joined.  same_as: the last node
+    with the same first step, None: none.
     open: announced transfers that are not whole, by number.
     """
 
@@ -208,6 +210,7 @@ class Member:
     report: Report | None = None
     link: float = 0.0
     share: float = 1.0
+    holds: Share | None = None
     measured: float = 0.0
     dropped: int = 0
     address: str = ""
@@ -247,6 +250,11 @@ class Member:
         return "" if self.report is None else self.report.data.partition("/")[2]
 
     @property
+    def follows(self) -> bool:
+        """Whether this is a PC of a pipeline for which another one stands."""
+        return self.holds is not None and not self.holds.leads
+
+    @property
     def is_node(self) -> bool:
         """Whether this is a node of the run, which trains or will."""
         return self.state in _NODES
@@ -260,6 +268,8 @@ class Member:
             "staleness": self.staleness,
             "refused": self.refused,
         }
+        if self.holds is not None:
+            entry["parts"] = f"{self.holds.first} to {self.holds.end - 1} of {self.holds.parts}"
         if self.link_rate:
             entry |= {"link_rate": self.link_rate, "share": self.share}
         if self.dropped:
@@ -287,8 +297,28 @@ class Members(dict[PeerId, Member]):
 
     @property
     def training(self) -> set[PeerId]:
-        """The nodes that train: idle ones too, or the last to finish would weigh more than the others in a mean."""
-        return {member.peer for member in self.in_state(MemberState.LIVE) if not member.quarantined}
+        """The nodes that train: idle ones too, or the last to finish would weigh more than the others in a mean. Of a
+        pipeline that is whole, the member that stands for it."""
+        live = [member for member in self.in_state(MemberState.LIVE) if not member.quarantined]
+        return {one.peer for one in live if one.holds is None or (one.holds.leads and self.is_whole(one, live))}
+
+    def pipeline(self, member: Member, among: Iterable[Member] | None = None) -> list[Member]:
+        """Return the PCs of a member's pipeline in the order of their parts; the member alone if it is of none."""
+        if member.holds is None:
+            return [member]
+        here = self.values() if among is None else among
+        of_it = [
+            (one.holds.first, one)
+            for one in here
+            if one.holds is not None and one.holds.pipeline == member.holds.pipeline
+        ]
+        return [one for _, one in sorted(of_it, key=lambda held: held[0])]
+
+    def is_whole(self, member: Member, among: Iterable[Member] | None = None) -> bool:
+        """Return whether all PCs of a member's pipeline are here. among: of these members; None: of all."""
+        return member.holds is None or is_covered(
+            one.holds for one in self.pipeline(member, among) if one.holds is not None
+        )
 
     @property
     def counted(self) -> set[PeerId]:

@@ -83,6 +83,8 @@ class Hello(Message, frozen=True):
     the last lease from which it releases its hub (`standby`; 0: none).
     in_flight: of a node that goes on from a checkpoint, the sequences in flight then: Welcome says which of them have
     landed, however long ago.  checkpoints: in strict mode, the versions that it could go back to.
+    pipeline: id of the pipeline of which this is one PC ("": of none).  holds: then the parts of the model that it has:
+    from, to, of so many.
     """
 
     name: str
@@ -99,6 +101,8 @@ class Hello(Message, frozen=True):
     without: int = 0
     in_flight: tuple[int, ...] = ()
     checkpoints: tuple[int, ...] = ()
+    pipeline: str = ""
+    holds: tuple[int, ...] = ()
 
 
 class Welcome(Message, frozen=True):
@@ -265,6 +269,7 @@ class Publish(Message, frozen=True):
     """Node to hub: a delta of one fragment waits for credit. score: the local loss (NaN: none).
 
     dense: coded as float32 whatever the run's codec, to drain what is pending; so is the aggregate that it lands in.
+    turn: of a PC of a pipeline, which offers of all its PCs belong together; it rises.
     """
 
     transfer: int
@@ -277,6 +282,7 @@ class Publish(Message, frozen=True):
     steps: int
     score: float
     dense: bool = False
+    turn: int = -1
 
 
 class Aggregate(Message, frozen=True):

@@ -51,6 +51,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
     replace_fields,
 )
+from zmqtrain.protocol.pipelines import Share
 from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 
 ANSWER_SECONDS = 0.5  # that an answer may take before anything else is tried
@@ -307,6 +308,8 @@ class Peer:
         self.incarnation, self.term, self.without = incarnation, 0, 0
         self.dropped = Counter[str]()
         self.heard, self.called = -1, ""
+        self.holds: Share | None = None
+        """What this peer holds as one PC of a pipeline; set before `start`."""
         self.timetable: Timetable | None = None
         self.run = self.obstacle = ""
         self.settings: RunSettings | None = None
@@ -602,6 +605,8 @@ class Peer:
             return Hello(self.name, "broker", self.run, self.version, shard=claim.shard, address=claim.address)
         role = "observer" if self.observer else "node"
         hello = Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange)
+        if (share := self.holds) is not None:
+            hello = replace_fields(hello, pipeline=share.pipeline, holds=(share.first, share.end, share.parts))
         return replace_fields(hello, in_flight=self._asks_of, checkpoints=self.checkpoints)
 
     def _may_start_over(self, welcome: Welcome) -> bool:

@@ -245,7 +245,9 @@ class UnitDealer:
     def end_when_drained(self, version: Version) -> list[HubEffect]:
         """Let all nodes go once nothing is pending anywhere."""
         live = self._members.in_state(MemberState.LIVE)
-        if not (self.ledger.finished or self._shard) or not all(member.drained for member in live):
+        if not (self.ledger.finished or self._shard) or not all(
+            member.drained for member in live if not member.follows
+        ):
             return []
         return [SendTo(member.peer, WorkUnit((), finished=True, end_version=version)) for member in live]
 

@@ -37,6 +37,7 @@ from zmqtrain.protocol.messages import (
     Values,
     replace_fields,
 )
+from zmqtrain.protocol.pipelines import Share
 from zmqtrain.session.environment import clock
 from zmqtrain.session.unequal import refuse_version
 from zmqtrain.transport.pacing import Credits, Outbox, RateMeter, Reservation, TokenBucket, Use
@@ -214,6 +215,9 @@ class _DownlinkPeer:
 
 class DownlinkOwner(Protocol):
     """What a downlink asks, and tells when a peer cannot be sent to; the peer may have left already."""
+
+    def share_of(self, peer: PeerId) -> Share | None:
+        """Return what a PC of a pipeline holds of the model; None for any other peer."""
 
     def queue_bytes(self) -> int:
         """Return how many bytes may have to queue for one peer; asked at its first transfer."""
@@ -394,11 +398,13 @@ class Downlink:
         to: selects among these.  whole: list all publishes in it, not the receiver's own alone; only the standby may
         know the ids of other nodes.
         """
-        frames = [frame for frames in released.frames for frame in frames]
-        announcement = released.announce(self._next_transfer(), reduce)
+        transfer = self._next_transfer()
+        of_all = _announced(released, reduce, transfer, None)
         for peer, line in list(self._lines.items()):
             if not (line.following and to(peer)):
                 continue
+            share = None if whole else self._owner.share_of(peer)
+            announcement, frames = of_all if share is None else _announced(released, reduce, transfer, share)
             own = tuple(one for one in announcement.landed if whole or one[0] == peer)
             messages = _messages(replace_fields(announcement, landed=own), frames, self._owner.stamp(peer, False))
             if not line.outbox.push(announcement.transfer, messages, droppable=True):
@@ -510,6 +516,29 @@ class Downlink:
     def most_bytes(self) -> int:
         """Return how many bytes may be in flight to or from one peer, and wait."""
         return max(OUTBOX_BYTES, self._owner.queue_bytes())
+
+
+def _announced(
+    released: Released, reduce: Reduce, transfer: int, share: Share | None
+) -> tuple[Aggregate, list[Buffer]]:
+    """Return what announces a release, and its frames. share: of a PC of a pipeline, which is sent the parts that it
+    holds, counted from the first of them."""
+    announcement = released.announce(transfer, reduce)
+    if share is None:
+        return announcement, [frame for frames in released.frames for frame in frames]
+    held = [
+        (fragment - share.first, frames)
+        for fragment, frames in zip(released.fragments, released.frames, strict=True)
+        if share.first <= fragment < share.end
+    ]
+    frames = [frame for _, frames in held for frame in frames]
+    announcement = replace_fields(
+        announcement,
+        fragments=tuple(fragment for fragment, _ in held),
+        frames=tuple(len(frames) for _, frames in held),
+        sizes=tuple(len(frame) for frame in frames),
+    )
+    return announcement, frames
 
 
 def _messages(

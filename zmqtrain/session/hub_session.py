@@ -522,7 +522,7 @@ class HubSession:
         self._published = {s: t for s, t in self._published.items() if t in self._outgoing} | {offer.sequence: transfer}
         codec, samples, steps = encoded.codec, offer.samples, offer.steps
         publish = Publish(
-            transfer, offer.sequence, base, offer.fragment, codec, sizes, samples, steps, score, offer.dense
+            transfer, offer.sequence, base, offer.fragment, codec, sizes, samples, steps, score, offer.dense, offer.turn
         )
         self.carry_out(self.peer.publish(publish))
 

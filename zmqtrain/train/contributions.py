@@ -5,7 +5,6 @@ Pure: steps are the clock of `ContributionTracker` and `SyncSchedule`; `Drain` i
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -190,29 +189,28 @@ class Drain:
     """What is pending of one broker's fragments at the end: one after the other is sent uncompressed until it has
     landed; one that is refused or lost is sent again.
 
-    fragments: that are to land.
+    fragments: that are to land.  at_once: all of them are sent at a time.
     """
 
-    def __init__(self, fragments: Iterable[int], now: float) -> None:
-        self._fragments = deque(fragments)
-        self._sequence: int | None = None  # of the offer that holds the first of them
+    def __init__(self, fragments: Iterable[int], now: float, at_once: bool = False) -> None:
+        self._fragments, self._at_once = list(fragments), at_once
+        self._sent: dict[int, int] = {}  # by fragment, the offer that holds it
         self._tried_at = now  # when that was taken, or its broker last reachable
 
     @property
     def left(self) -> bool:
         return bool(self._fragments)
 
-    def next_fragment(self, landed: Collection[int]) -> int | None:
-        """Return what to offer now that nothing is in flight, None for nothing. landed: offers that have."""
-        if self._sequence in landed:
-            self._fragments.popleft()
-        self._sequence = None
-        return self._fragments[0] if self._fragments else None
+    def next_fragments(self, landed: Collection[int]) -> list[int]:
+        """Return what to offer now that nothing is in flight. landed: offers that have."""
+        self._fragments = [one for one in self._fragments if self._sent.get(one, -1) not in landed]
+        self._sent.clear()
+        return list(self._fragments if self._at_once else self._fragments[:1])
 
-    def offered(self, sequence: int | None, now: float) -> None:
-        """Record the offer of `next_fragment`; None: it was not taken."""
-        self._sequence = sequence
+    def offered(self, fragment: int, sequence: int | None, now: float) -> None:
+        """Record the offer of one of `next_fragments`; None: it was not taken."""
         if sequence is not None:
+            self._sent[fragment] = sequence
             self._tried_at = now
 
     def reached(self, now: float) -> None:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from zmqtrain.core.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
-from zmqtrain.core.interfaces import Agrees, Closes, Describes, Exchange, Keeps
+from zmqtrain.core.interfaces import Agrees, Closes, Describes, Exchange, Keeps, OffersTogether
 from zmqtrain.core.types import Array, ModelSpec, Update, Version, describe_mismatch, number_of
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.contributions import ContributionTracker, Drain, SyncSchedule
@@ -341,6 +341,16 @@ class DelayedSync:
         result: Params = jax.tree.unflatten(self._tree, leaves)
         return result
 
+    def catch_up(self, params: Params, version: Version, timeout_seconds: float = FLUSH_SECONDS) -> Params:
+        """Apply, after `finish`, what else has come, and wait for this version at most for that time."""
+        leaves = self._take_all(self._flatten(params), set())
+        until = self._clock.monotonic() + timeout_seconds
+        while self.version < version and self._clock.monotonic() < until:
+            self._clock.sleep(LANDING_LOOK_SECONDS)
+            leaves = self._take_all(leaves, set())
+        result: Params = jax.tree.unflatten(self._tree, leaves)
+        return result
+
     def close(self) -> None:
         """Leave the run without `finish`: close the node. What it had not sent is lost. Safe to call twice."""
         if self._ended != "close":
@@ -541,15 +551,18 @@ class DelayedSync:
         All brokers at once: a round may wait for all nodes, so a node that waited for one broker would hold up another.
         """
         began, landed = self._agreed_time(), set[int]()
-        left = {n: Drain(one, began) for n, one in enumerate(fragments)}
+        joined = self.exchange if isinstance(self.exchange, OffersTogether) else None
+        left = {n: Drain(one, began, at_once=joined is not None) for n, one in enumerate(fragments)}
         while left:
             leaves = self._take_all(leaves, landed)
             now, state = self._agreed_time(), self.exchange.state()
             in_flight = {self._tracker.shard_of(sequence) for sequence in state.in_flight}
             for broker, drain in list(left.items()):
                 if broker not in in_flight:
-                    if (fragment := drain.next_fragment(landed)) is not None:
-                        drain.offered(self._offer_fragment(leaves, fragment, dense=True), now)
+                    if joined is not None:
+                        joined.together()
+                    for fragment in drain.next_fragments(landed):
+                        drain.offered(fragment, self._offer_fragment(leaves, fragment, dense=True), now)
                 elif broker not in state.unreachable:
                     drain.reached(now)
                 if not (drain.left or broker in in_flight):
