@@ -35,7 +35,7 @@ class Leaves(Exception):
 
 @pytest.fixture(autouse=True)
 def compile_little(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pipeline_node, "MOST_SEGMENTS", 6)
+    monkeypatch.setattr(pipeline_node, "MOST_PARTS", 6)
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -48,7 +48,7 @@ from zmqtrain.cli.settings import (
     check_host,
     command,
 )
-from zmqtrain.core.errors import ConfigError, DataError, ModelMismatch
+from zmqtrain.core.errors import ConfigError, DataError, JoinRefused, ModelMismatch
 from zmqtrain.core.installed import command_word
 from zmqtrain.core.launcher import service
 from zmqtrain.core.settings import RunSettings, require
@@ -244,6 +244,7 @@ def _run(config: NodeConfig) -> int:
         interruption.goodbyes.append(recorder.close)
     writer = None if config.tensorboard is None else ScalarWriter(config.tensorboard)
     scalars: ScalarThread | None = None
+    pipelined = False
     try:
         with connect(
             config.hub,
@@ -285,6 +286,10 @@ def _run(config: NodeConfig) -> int:
             over = node.ended_with_run
             if recorder is not None:
                 recorder.ended(result.summary, host_leaves(result.params))
+    except JoinRefused as refused:
+        if refused.reason != "pipeline":
+            raise
+        pipelined = True
     except BaseException:
         if interruption.leaves:  # another thread ends this process: what fails here fails for that
             threading.Event().wait()
@@ -294,6 +299,12 @@ def _run(config: NodeConfig) -> int:
             scalars.close()
         if recorder is not None:
             recorder.close()
+    if pipelined:
+        from zmqtrain.cli.node_pipeline import train_in_pipeline
+
+        if config.record is not None:
+            config.record.unlink(missing_ok=True)  # nothing but the beginning of a connection that was refused
+        return train_in_pipeline(config, access, interruption, manager)
     Terminal().print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
     say(model_line(node.run, result.statistics.version, over, node.address, config.keys))
     return 0

@@ -159,6 +159,7 @@ class Communicator:
         server_key: GivenServerKey = None,
         keys: GivenKeys = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        repeated: bool = False,
     ) -> Self:
         """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's communicator.
 
@@ -167,6 +168,7 @@ class Communicator:
         group: processes that give the same name meet.  name: for people.
         server_key, keys: as for `zmqtrain.connect`, but no key file is searched.
         timeout_seconds: how long to wait for the others, and the default of every wait.
+        repeated: `size` processes meet, then the next `size` of the same group; else a complete group takes no more.
         Raises ConfigError, HubUnreachable, JoinRefused (the others ask for something else), CollectiveTimeout (who is
         here, and how many are missing).
         """
@@ -176,7 +178,15 @@ class Communicator:
             step = job_step()
             size, rank, group = step.size, step.rank, (step.job or group) if group == DEFAULT_GROUP else group
         port = open_port(
-            hub, size, rank, group=group, name=name, server_key=server_key, keys=keys, timeout_seconds=timeout_seconds
+            hub,
+            size,
+            rank,
+            group=group,
+            name=name,
+            server_key=server_key,
+            keys=keys,
+            timeout_seconds=timeout_seconds,
+            repeated=repeated,
         )
         return cls(port, timeout_seconds=timeout_seconds)
 

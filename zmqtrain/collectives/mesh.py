@@ -763,6 +763,7 @@ def open_port(
     direct_seconds: float = DIRECT_SECONDS,
     listen: str = "",
     address: str = "",
+    repeated: bool = False,
 ) -> MeshPort:
     """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's port to all of them.
 
@@ -773,6 +774,7 @@ def open_port(
     timeout_seconds: how long to wait for the hub and for the others.  direct_seconds: a process that is not reached
     directly within this is reached through the hub.  listen: where this process listens, port 0 chooses a free one
     ("": at the address by which it reaches the hub); address: where the others reach it, if not there.
+    repeated: groups of this name meet one after the other.
 
     Raises ConfigError for invalid arguments, HubUnreachable if no broker answers, JoinRefused if the others were
     started with other arguments, CollectiveTimeout, which names the processes here, if some are missing.
@@ -787,7 +789,7 @@ def open_port(
     if timeout_seconds <= 0 or direct_seconds <= 0:
         raise ConfigError(f"a time to wait must be above 0 s, got {min(timeout_seconds, direct_seconds)}")
     hub_key, pair = read_credentials(server_key, keys)
-    asked = JoinGroup(group, size, -1 if rank is None else rank, description, address)
+    asked = JoinGroup(group, size, -1 if rank is None else rank, description, address, repeated=repeated)
     keep_freed_memory()
     port = MeshPort(Rendezvous(hub, name, asked, timeout_seconds, listen, hub_key, pair), direct_seconds)
     port.open()

@@ -17,6 +17,8 @@ AUTO = "auto"
 """What a spec says that the hub fits to what it measures."""
 AUTO_EVERY, AUTO_DELAY, AUTO_FRAGMENTS = 0, -1, 0
 """What `every`, `delay` and `fragments` are where people write "auto"."""
+AUTO_PIPELINE = -1
+"""What `pipeline` is where people write "auto"."""
 FITTED: dict[str, Any] = {
     "every": AUTO_EVERY,
     "delay": AUTO_DELAY,
@@ -55,6 +57,7 @@ _MOST_SECONDS = 10**9
 _RANGES: dict[str, tuple[float, int]] = {
     "fragments": (AUTO_FRAGMENTS, 1 << 16),
     "shards": (1, 9999),
+    "pipeline": (AUTO_PIPELINE, 512),
     "start_nodes": (1, 1 << 16),
     "units": (0, LOCAL_UNITS - 1),
     "evaluate_seconds": (0, _MOST_SECONDS),
@@ -70,7 +73,7 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 def read_steps(name: str, value: Any) -> Any:
     """Return what a person wrote for the setting `name`: "auto" of a numeric setting as a number, all else as is."""
-    return FITTED[name] if value == AUTO and name in FITTED else value
+    return (FITTED | {"pipeline": AUTO_PIPELINE}).get(name, value) if value == AUTO else value
 
 
 def _checked(name: str, value: Any, wanted: type) -> Any:
@@ -132,6 +135,9 @@ class RunSettings:
     shards: int = 1
     """The model is divided among so many brokers: each has a share of it, equal in bytes, and an exchange goes to all
     of them, a fragment to each."""
+    pipeline: int = 0
+    """Each node is a pipeline of so many PCs, for a model that one cannot hold; "auto": of as few as hold it; 0: each
+    PC has the whole model."""
     release: str = "quorum"
     """When an aggregate is due: "all", "quorum" (half of the live nodes, and a grace that follows from how late the
     others come), "immediately", "count:contributions=3", "time:seconds=0.2", "bounded:staleness=4" (the fastest node
@@ -244,6 +250,14 @@ class RunSettings:
             raise ConfigError(
                 f'initial "{self.initial}" compares or mixes whole models, and of {self.shards} brokers none has one: '
                 "say --initial founder (all begin with the parameters of the first node), or --shards 1"
+            )
+        if self.pipeline and (
+            self.shards > 1 or self.mode == "strict" or self.elastic < 1 or self.trains_apart
+            or self.initial in ("mean", "own")
+        ):  # fmt: skip
+            raise ConfigError(
+                "pipelines train with one broker, in the default mode, without --elastic, and begin with the first "
+                "one's parameters: leave out --shards, --mode and --elastic, and say --initial founder"
             )
         if self.mode == "strict" and self.initial == "own":
             raise ConfigError(

@@ -46,8 +46,15 @@ def check_separable(optimizer: optax.GradientTransformation, params: Any) -> Non
                 f"the optimizer's update of {path} looks at {paths[others[0]]}"
                 + (f" and {len(others) - 1} other leaves" if len(others) > 1 else "")
                 + ", and a stage of a pipeline holds only its own leaves. optax.clip_by_global_norm is such a "
-                "transformation: clip each leaf by itself (optax.clip, optax.adaptive_grad_clip), or not at all"
+                "transformation: leave it out, and have the stages clip by the norm of all gradients (clip_norm=1.0)"
             )
+
+
+def check_clip_norm(clip_norm: float) -> float:
+    """Return the norm to which all gradients together are clipped, 0 for none. Raises ConfigError for no such norm."""
+    if not (isinstance(clip_norm, int | float) and 0 <= clip_norm < float("inf")):
+        raise ConfigError(f"clip_norm is the largest norm of all gradients together, or 0: got {clip_norm!r}")
+    return float(clip_norm)
 
 
 def _looks_at(jaxpr: Jaxpr, inputs: Sequence[Leaves]) -> list[Leaves]:

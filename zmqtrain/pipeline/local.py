@@ -15,7 +15,7 @@ import optax
 
 from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.pipeline.boundary import Boundary
-from zmqtrain.pipeline.coupling import check_separable
+from zmqtrain.pipeline.coupling import check_clip_norm, check_separable
 from zmqtrain.pipeline.schedule import Schedule, StageMachine, Task, steps_in_flight
 from zmqtrain.pipeline.split import Split
 from zmqtrain.pipeline.stage import Arrays
@@ -27,7 +27,7 @@ class LocalPipeline:
 
     stages: the loss, cut.  params: the whole tree.  optimizer: of each stage, for its own parameters; None: the
     parameters stay.  schedule: of all stages, "1f1b" if none is given.  codec: of what would travel, as of `Pipeline`;
-    "float32" changes nothing.
+    "float32" changes nothing.  clip_norm: as of `Pipeline`.
     Raises ConfigError if a step has fewer micro-batches than there are stages, or if the optimizer looks at several
     leaves at once, for each stage has only its own.
     """
@@ -39,6 +39,7 @@ class LocalPipeline:
         optimizer: optax.GradientTransformation | None = None,
         schedule: Schedule | None = None,
         codec: str = "float32",
+        clip_norm: float = 0.0,
     ) -> None:
         if optimizer is not None:
             check_separable(optimizer, stages.traced.params)
@@ -47,7 +48,8 @@ class LocalPipeline:
         self._machines = [StageMachine(self.schedule, n, len(stages), stages.micro_batches) for n in numbers]
         own = stages.own(params)
         self._runs = [StageRun(stages[n], own[n], stages.micro_batches, optimizer) for n in numbers]
-        self._groups = _tied_groups(stages)
+        self._clip_norm = check_clip_norm(clip_norm)
+        self._groups = [frozenset(numbers)] if self._clip_norm else _tied_groups(stages)
         self._boundary = Boundary(codec)
         self._mail: dict[tuple[str, int, int, int], Arrays] = {}  # kind, receiver, step, micro-batch
         self._due: dict[int, tuple[Task, Any]] = {}  # updates that wait for tied gradients, with the stage's own
@@ -126,6 +128,9 @@ class LocalPipeline:
             return
         due = {number: self._due.pop(number) for number in sorted(group)}
         gradients = self.stages.add_tied({number: own for number, (_, own) in due.items()})
+        if self._clip_norm:
+            squares = [self._runs[n].squares(own, self.stages.counted_rows(n)) for n, own in gradients.items()]
+            gradients = {n: self._runs[n].clipped(own, squares, self._clip_norm) for n, own in gradients.items()}
         for number, (task, _) in due.items():
             if self._runs[number].optimizer is None:
                 self.gradients[number] = gradients[number]

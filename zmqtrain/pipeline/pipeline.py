@@ -45,7 +45,7 @@ from zmqtrain.collectives.group import Request
 from zmqtrain.core.errors import CollectiveTimeout, ConfigError, PeerLost, ZmqTrainError
 from zmqtrain.monitor.records import record
 from zmqtrain.pipeline.boundary import Boundary, Values
-from zmqtrain.pipeline.coupling import check_separable
+from zmqtrain.pipeline.coupling import check_clip_norm, check_separable
 from zmqtrain.pipeline.placement import Placement, check_terms, place, terms_of
 from zmqtrain.pipeline.schedule import (
     NO_MICRO_BATCH,
@@ -64,8 +64,10 @@ from zmqtrain.train.leaves import describe_tree
 
 logger = logging.getLogger(__name__)
 
-_Kind = Literal["carry", "cotangent", "loss", "tied", "own"]
-_TAGS: dict[_Kind, int] = {"carry": 1 << 40, "cotangent": 2 << 40, "loss": 3 << 40, "tied": 4 << 40, "own": 5 << 40}
+_Kind = Literal["carry", "cotangent", "loss", "tied", "own", "squares"]
+_TAGS: dict[_Kind, int] = {
+    "carry": 1 << 40, "cotangent": 2 << 40, "loss": 3 << 40, "tied": 4 << 40, "own": 5 << 40, "squares": 11 << 40,
+}  # fmt: skip
 """Tags of a pipeline's messages; a user of the same communicator takes smaller ones."""
 _AHEAD = 4
 """Receives posted before their messages are needed."""
@@ -108,7 +110,8 @@ class Pipeline:
     own: the stage's own parameters (`stages[comm.rank].init`, or `.own` of a whole tree).  optimizer: of the own
     parameters; None: they stay.  schedule: "1f1b", "gpipe", "2bw", or a `Schedule`.  codec: of what travels: "bf16",
     "int8", "int4", or "float32", which changes nothing.  ranks: of each stage, the rank that computes it; None: stage r
-    is at rank r.  recorded: keep `spans`, each task and each wait with its times.
+    is at rank r.  recorded: keep `spans`, each task and each wait with its times.  clip_norm: the largest norm of the
+    gradients of all stages together, as optax.clip_by_global_norm has it; 0: they are not clipped.
 
     Raises ConfigError for another number of ranks, for settings in which the ranks differ, for an optimizer that looks
     at several leaves at once, and as `Split` and `Schedule` do.
@@ -128,6 +131,7 @@ class Pipeline:
         codec: str = "bf16",
         ranks: Sequence[int] | None = None,
         recorded: bool = False,
+        clip_norm: float = 0.0,
     ) -> None:
         if comm.size != len(stages):
             raise ConfigError(
@@ -147,6 +151,7 @@ class Pipeline:
         self.statistics = PipelineStatistics()
         self.spans: list[Span] | None = [] if recorded else None
         """Tasks and waits so far, if they are recorded."""
+        self._clip_norm = check_clip_norm(clip_norm)
         self._machine = StageMachine(self.schedule, self.stage.number, comm.size, stages.micro_batches)
         self._sender = ThreadPoolExecutor(1, "zmqtrain-pipeline-sender")
         self._receiver = ThreadPoolExecutor(1, "zmqtrain-pipeline-receiver")
@@ -158,6 +163,7 @@ class Pipeline:
         self._losses: dict[int, float] = {}
         try:
             depth = f"schedule {self.schedule.name}, depth {self.schedule.depth}, codec {self.boundary.codec}"
+            depth += f", clip_norm {self._clip_norm:g}"
             check_terms(comm, f"{depth}, {terms_of(stages)}, stages at {' '.join(map(str, self.ranks))}")
         except BaseException:
             self.close()
@@ -342,11 +348,24 @@ class Pipeline:
                 numbers = self._shared_with(other, parts[self.stage.number])
                 parts[other] = dict(zip(numbers, self._receive(other, "tied"), strict=True))
             gradients = self.stages.with_tied(self.stage.number, gradients, parts)
+        if self._clip_norm:
+            gradients = self._clipped(gradients)
         self.run.update(task.version, gradients)
         self._machine.done(task)
         self.run.drop_versions(self._machine.versions)
         self._updated = task.step + 1
         self.statistics.steps += 1
+
+    def _clipped(self, gradients: Any) -> Any:
+        """Return the gradients, clipped by the norm of those of all stages, which tell each other their squares."""
+        number = self.stage.number
+        squares = {number: self.run.squares(gradients, self.stages.counted_rows(number))}
+        others = [stage for stage in range(self.comm.size) if stage != number]
+        for other in others:
+            self._submit(self._send, "squares", other, squares[number])
+        for other in others:
+            squares[other] = float(self._receive(other, "squares"))
+        return self.run.clipped(gradients, [squares[stage] for stage in sorted(squares)], self._clip_norm)
 
     def _shared_with(self, other: int, parts: dict[int, Any]) -> dict[int, Any]:
         return {number: part for number, part in parts.items() if other in self.stages.tied[number].stages}

@@ -15,6 +15,8 @@ the others wait for its next micro-batch anyway.
 Rule 4: a stage that borrows rows of a leaf takes them from the stage that exchanges them, each time these are applied.
 Rule 5: when a PC is lost, the others plan again, and join as a new pipeline: they take the shared parameters, and the
 optimizer begins fresh. At most the steps since the last offer that the hub has taken are lost, of this pipeline alone.
+Rule 6: a PC that is told to leave has all send what is pending first: nothing is lost then. So it is when PCs wait for
+a pipeline and this one has fewer than it should: it ends, and all of them meet again.
 Source: Narayanan et al. 2021 (2BW: data parallel pipelines); Ryabinin et al. 2023 (SWARM: stages with peers of theirs).
 """
 
@@ -29,15 +31,23 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
 from zmqtrain.collectives.communicator import Communicator
-from zmqtrain.core.errors import ConfigError, LocalProtocolError, NonFiniteDelta, PeerLost
+from zmqtrain.core.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    DoesNotFit,
+    LocalProtocolError,
+    NonFiniteDelta,
+    PeerLost,
+)
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import (
     Array,
@@ -65,20 +75,28 @@ from zmqtrain.pipeline.pieces import (
     spec_of,
 )
 from zmqtrain.pipeline.pipeline import Pipeline
-from zmqtrain.pipeline.placement import MOST_SEGMENTS, Placement, place
+from zmqtrain.pipeline.placement import Placement, place
 from zmqtrain.pipeline.schedule import ScheduleName, as_schedule
 from zmqtrain.pipeline.stage import Stage
 from zmqtrain.pipeline.trace import Loss
+from zmqtrain.protocol.messages import Roster
+from zmqtrain.protocol.pipelines import Share
 from zmqtrain.train.leaves import describe_tree
 from zmqtrain.train.seen import say_device
 from zmqtrain.train.sync import FLUSH_SECONDS, DelayedSync
+from zmqtrain.transport.key_folder import Access, find_access
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
 logger = logging.getLogger(__name__)
 
 _TOLD, _REPORT, _BORROWED = 8 << 40, 9 << 40, 10 << 40
 """Tags of the leader's decisions, of what it hears, and of borrowed rows, beside those of `Pipeline`."""
+MOST_PARTS = 32
+"""A model is exchanged in at most so many parts: stages are made of whole ones, and each costs its heads."""
 LOOK_SECONDS = 0.5
 """How often a stage that waits for a version looks whether its hub is still there."""
+MEET_SECONDS = 20.0
+"""PCs of a pipeline that has ended wait so long for others, and then go on alone."""
 WAIT_SECONDS = 1.0
 """How often the leader tells the others that it still waits for the end of the run."""
 
@@ -141,6 +159,10 @@ class StageExchange:
         """The version that all stages apply now."""
         self._schedule = StepSchedule(self.settings.every, self.settings.delay)
         self._offers = self._stopped = self._draining = False
+        self.leaves = self.leaving = self.meets = False
+        """Whether this PC is to leave, whether any of its pipeline is, and whether all end it to meet again."""
+        self.others_wait: Callable[[], bool] = lambda: False
+        """Asked of the leader: whether other PCs wait for a pipeline, and this one has too few."""
         self._mapped: tuple[Update, Update] | None = None
 
     @property
@@ -157,7 +179,7 @@ class StageExchange:
         node.turn = step
         update, state = node.peek(), node.state()
         ready = len(node.next_fragments()) == self._layout.fragments
-        reports = self._line.gather([-1 if update is None else update.version, int(ready), int(state.stopped)])
+        reports = self._line.gather([-1 if update is None else update.version, int(ready), int(self.leaves)])
 
         def decided() -> dict[str, Any]:
             versions = [version for version, _, _ in reports]
@@ -165,8 +187,10 @@ class StageExchange:
             return {
                 "version": max(versions) if min(versions) >= 0 else -1,
                 "offers": all(ready for _, ready, _ in reports),
-                "stopped": bool(reports[self._line.index][2]),
+                "stopped": state.stopped,
                 "schedule": [every, delay, pace, list(paces)],
+                "leaving": any(leaves for _, _, leaves in reports),
+                "meets": self.others_wait(),
             }
 
         if self._line.is_first:
@@ -179,6 +203,7 @@ class StageExchange:
         every, delay, pace, paces = told["schedule"]
         self._schedule = StepSchedule(every, delay, pace, tuple(paces))
         self._offers, self._stopped = told["offers"], told["stopped"]
+        self.leaving, self.meets = told["leaving"], told["meets"]
         self.target = max(self.target, told["version"])
         return bool(told["version"] >= 0)
 
@@ -278,35 +303,77 @@ class StageExchange:
         return self._mapped[1]
 
 
+class Meeting(NamedTuple):
+    """Where the PCs of a pipeline meet: so many of those that say the same group. timeout_seconds: of each wait.
+    patient: others are waited for again and again."""
+
+    group: str
+    size: int
+    timeout_seconds: float
+    patient: bool = False
+
+
 class PipelineNode:
     """One node of a run that is a pipeline of several PCs. Made by `join`; all of its PCs call the same methods, with
     the same batches. `recoveries` says how often it has gone on without a PC."""
 
     def __init__(
         self,
-        comm: Communicator,
-        placement: Placement,
-        connect_as: Callable[[Any], Node],
+        meet: Callable[[str, int, float], Communicator],
+        plan: Callable[[Communicator], Placement],
+        connect_as: Callable[[Communicator, Share], Node],
         init: Callable[[Stage], Any],
         optimizer: optax.GradientTransformation | None,
+        meeting: Meeting,
         settings: dict[str, Any],
     ) -> None:
-        self._comm = self._planned_comm = comm
-        """The PCs that are left, and those with which the placement was made."""
-        self._placement = placement
-        self._connect_as, self._init, self._optimizer, self._settings = connect_as, init, optimizer, settings
-        self._left = tuple(range(comm.size))  # of the PCs that were measured, those that are here
-        self._parts = parts_of_segments(placement.measured.segments)
-        self._attempt, self._abandoned = 0, False
-        """The number of the step that is made, or was made last; whether its batch is left out after a loss."""
-        self._awaits_batch = self._ended = False
+        self._meet, self._plan, self._connect_as, self._init = meet, plan, connect_as, init
+        self._optimizer, self._meeting, self._settings = optimizer, meeting, settings
+        self._leaves = self._ended = False
+        self._attempt, self._abandoned, self._passed = 0, False, True
+        """The number of the step that is made, or was made last; whether its batch is left out after a loss; and
+        whether this PC has no step that it could repeat then."""
         self._lost: PeerLost | None = None
         """A PC that is lost, until the others have planned again."""
         self._node: Node | None = None
         self._pipeline: Pipeline | None = None
+        self._built = 0
+        """How many pipelines this PC has been one of."""
+        self.run, self.ended_with_run = "", False
+        """The id of the run, and whether it is over and this PC has its last parameters."""
         self.recoveries: list[tuple[str, ...]] = []
         """The names of the PCs that were lost, each time."""
-        self._retry_after_loss(self._build)
+        self._wait_for_others()
+        try:
+            self._retry_after_loss(self._build)
+        except BaseException:
+            self._comm.close()
+            raise
+
+    def _wait_for_others(self) -> None:
+        """Meet as many PCs as make a pipeline, and plan with them. Raises CollectiveTimeout unless this is patient."""
+        while True:
+            try:
+                return self._begin_with(self._meet(*self._meeting[:3]))
+            except CollectiveTimeout as error:
+                if not self._meeting.patient:
+                    raise
+                logger.info("%s. This PC goes on waiting", error)
+            except PeerLost as error:  # while they measured
+                logger.warning("%s, before the pipeline had begun: its PCs meet again", error)
+
+    def _begin_with(self, comm: Communicator) -> None:
+        """Measure and plan with PCs that have just met."""
+        self._comm = self._planned_comm = comm
+        """The PCs that are left, and those with which the placement was made."""
+        try:
+            self._placement = self._plan(comm)
+            self._attempt = max(int(attempt) for (attempt,) in comm.allgather(np.array([self._attempt], np.int64)))
+        except BaseException:
+            comm.close()
+            raise
+        self._left = tuple(range(comm.size))  # of the PCs that were measured, those that are here
+        self._parts = parts_of_segments(self._placement.measured.segments)
 
     @classmethod
     def join(
@@ -325,9 +392,11 @@ class PipelineNode:
         schedule: ScheduleName = "1f1b",
         group: str = "pipeline",
         name: str | None = None,
-        server_key: Any = None,
-        keys: Any = None,
+        server_key: GivenServerKey = None,
+        keys: GivenKeys | Access = None,
         timeout_seconds: float = 60.0,
+        patient: bool = False,
+        node_options: Callable[[], dict[str, Any]] | None = None,
         **settings: Any,
     ) -> PipelineNode:
         """Meet `size` PCs at a broker, plan with them who computes what, and join its run as one node. Each PC calls
@@ -336,7 +405,9 @@ class PipelineNode:
         hub: the broker's address.  loss_fn(params, batch) -> a scalar, init_fn(key) -> the parameters, optimizer,
         batch, micro_batches, key, uncut, memory_bytes: as of `Pipeline.create`; a batch is the whole pipeline's.
         group: PCs that say the same meet, `size` at a time.  name, server_key, keys: as of `zt.connect`.
-        timeout_seconds: of each wait for another PC.  settings: as of `Pipeline`: codec, recorded.
+        timeout_seconds: of each wait for another PC.  patient: until there are enough, wait without end.
+        node_options: gives further arguments of `zt.connect`, each time that this PC joins.  settings: as of
+        `Pipeline`: codec, recorded, clip_norm.
         Raises ConfigError for a run that pipelines cannot take part in and for the schedule 2bw, which has two versions
         of the parameters at a time; JoinRefused, HubUnreachable, CollectiveTimeout, DoesNotFit; and as
         `Pipeline.create`.
@@ -347,11 +418,24 @@ class PipelineNode:
                 f"a pipeline with a hub ends each step on all stages, and {rule.name} does not: take 1f1b"
             )
         first = jax.random.key(0) if key is None else key
-        comm = Communicator.create(
-            hub, size, group=group, name=name, server_key=server_key, keys=keys, timeout_seconds=timeout_seconds
-        )
-        try:
-            placement = place(
+
+        access = keys if isinstance(keys, Access) else find_access(hub, server_key, keys)
+        hub_key, pair = access.credentials
+
+        def met(named: str, count: int, seconds: float) -> Communicator:
+            return Communicator.create(
+                hub,
+                count,
+                group=named,
+                name=name,
+                server_key=hub_key,
+                keys=pair,
+                timeout_seconds=seconds,
+                repeated=True,
+            )
+
+        def planned(comm: Communicator) -> Placement:
+            return place(
                 comm,
                 loss_fn,
                 jax.eval_shape(init_fn, first),
@@ -362,25 +446,19 @@ class PipelineNode:
                 schedule=rule,
                 codec=settings.get("codec", "bf16"),
                 memory_bytes=memory_bytes,
-                segments_for=MOST_SEGMENTS,
+                most_segments=MOST_PARTS,
             )
 
-            def connected(share: Any) -> Node:
-                node = connect(hub, name or comm.names[comm.rank], server_key, keys, holds=share)
-                assert isinstance(node, Node)
-                return node
+        def connected(comm: Communicator, share: Share) -> Node:
+            named = name or comm.names[comm.rank]
+            options = {} if node_options is None else node_options()
+            node = connect(hub, named, keys=access, holds=share, **options)
+            assert isinstance(node, Node)
+            return node
 
-            return cls(
-                comm,
-                placement,
-                connected,
-                lambda stage: stage.init(init_fn, first),
-                optimizer,
-                {"schedule": rule, **settings},
-            )
-        except BaseException:
-            comm.close()
-            raise
+        meeting = Meeting(group, size, timeout_seconds, patient)
+        init = partial(_initialised, init_fn=init_fn, key=first)
+        return cls(met, planned, connected, init, optimizer, meeting, {"schedule": rule, **settings})
 
     # ------------------------------------------------------------------ training
 
@@ -401,34 +479,36 @@ class PipelineNode:
             nonlocal loss
             if self._pipeline is None:
                 self._build()
-            if not self._abandoned:
-                loss = self._step(batch)
+            if self._abandoned or self._passed:
+                return
+            loss, self._passed = self._step(batch), True
+            if self._exchange.leaving or self._exchange.meets:
+                self._drain(FLUSH_SECONDS)
+                self._part()
 
-        self._abandoned = False
+        self._abandoned = self._passed = False
         self._retry_after_loss(trained)
+        self._passed = True
         return loss
 
     def batches(self, source: Source[Batch]) -> Iterator[Batch]:
         """Give the batches of the data units that the broker deals to this pipeline, until the run is over: the same on
         all of its PCs. source: from a unit's number to its batches, or a program."""
         while not self._ended:
-            built = len(self.recoveries)
+            built = self._built
             leader = self._node if self._line.is_first else None
             coming = shared_batches(self._line, leader, source, self.name)
             while True:
-                self._awaits_batch = True
                 try:
                     batch = next(coming, None)
                 except PeerLost as error:
                     self._abort(error)
                     self._retry_after_loss(self._build)
                     break
-                finally:
-                    self._awaits_batch = False
                 if batch is None:
                     return
                 yield batch
-                if len(self.recoveries) != built:
+                if self._built != built or self._ended:
                     break
 
     def finish(self, timeout_seconds: float = FLUSH_SECONDS) -> None:
@@ -437,15 +517,43 @@ class PipelineNode:
         if self._ended:
             return
 
+        self._passed = True
+
         def drained() -> None:
             if self._pipeline is None:
                 self._build()
-            own = self._sync.finish(self._running.own, timeout_seconds)
-            self._take_over(self._until_all_drained(own), True)
+            self._drain(timeout_seconds)
+            self._take_over(self._until_all_drained(self._running.own), True)
 
         self._retry_after_loss(drained)
         self._ended = True
         self._close_node("")
+
+    def leave(self) -> None:
+        """Have this PC leave after the present step: all send what is pending, and the others go on without it. `step`
+        returns then, and `ended` is true. From any thread, and a signal handler."""
+        self._leaves = True
+        if (exchange := getattr(self, "_exchange", None)) is not None:
+            exchange.leaves = True
+
+    @property
+    def ended(self) -> bool:
+        """Whether this PC's part in the run is over."""
+        return self._ended
+
+    @property
+    def roster(self) -> Roster | None:
+        """The members of the run, as the hub last listed them."""
+        return None if self._node is None else self._node.roster
+
+    def _others_wait(self) -> bool:
+        """Return, at the leader, whether so many PCs wait that a pipeline with them and these is as large as it should
+        be."""
+        roster, size = self.roster, self._comm.size
+        if roster is None or size >= self._meeting.size:
+            return False
+        waiting = roster.hub.get(f"group {self._meeting.group}", 0)
+        return isinstance(waiting, int) and waiting + size >= self._meeting.size
 
     def gather(self, root: int = 0) -> Any:
         """Return the whole tree of parameters on one PC, as `Pipeline.gather`."""
@@ -516,6 +624,40 @@ class PipelineNode:
         self._take_over(own, applied)
         return loss
 
+    def _drain(self, timeout_seconds: float) -> None:
+        """Send all that is pending, and wait for it."""
+        self._take_over(self._sync.finish(self._running.own, timeout_seconds), True)
+
+    def _part(self) -> None:
+        """End this pipeline, of which nothing is pending: who leaves goes, and the others go on together, or meet those
+        that wait."""
+        self._close_node("its pipeline ends, and its PCs go on as another")
+        if self._leaves:
+            self._ended = True
+            self._comm.barrier()  # all have drained
+            self._comm.close()
+        elif self._exchange.leaving:
+            self._comm.barrier()
+            self._comm.barrier()  # ends with PeerLost when those that leave have gone
+        else:
+            self._comm.barrier()
+            self._running.discard()
+            self._pipeline = None
+            self._meet_again()
+            self._build()
+
+    def _meet_again(self) -> None:
+        """Meet the PCs that wait for a pipeline; if they have gone meanwhile, those of this one alone."""
+        old, group = self._comm, self._meeting
+        names, alone = old.size, f"{group.group} {self._pipeline_id}"
+        old.close()
+        while True:
+            for named, count in ((group.group, group.size), (alone, names)):
+                try:
+                    return self._begin_with(self._meet(named, count, MEET_SECONDS))
+                except CollectiveTimeout as error:
+                    logger.warning("%s", error)
+
     def _take_over(self, own: Any, applied: bool) -> None:
         """Train on with these parameters. applied: some of them are other pipelines' work."""
         run = self._running.run
@@ -559,9 +701,10 @@ class PipelineNode:
                     told_at = time.monotonic()
                 time.sleep(0.01)
             own = sync.catch_up(own, -1)
-            line.tell({"version": self.version})
-            return own
-        told, _ = hear(line)
+            told, _ = line.tell({"version": self.version, "over": self._node.ended_with_run})
+        else:
+            told, _ = hear(line)
+        self.ended_with_run = told["over"]
         return sync.catch_up(own, told["version"])
 
     # ------------------------------------------------------------------ building, and a lost PC
@@ -576,14 +719,17 @@ class PipelineNode:
         self._stage = stage = placement.stages[placement.ranks.index(comm.rank)]
         self._line = StageLine(comm, placement.ranks[0])
         told, _ = self._line.tell({"pipeline": secrets.token_hex(16)} if self._line.is_first else None)
-        shares = [parts.share(told["pipeline"], one.begin, one.end) for one in plan]
+        self._pipeline_id: str = told["pipeline"]
+        shares = [parts.share(self._pipeline_id, one.begin, one.end) for one in plan]
         self._borrowed: list[Borrowed] = list(borrowed(parts, placement.stages, shares))
         share = shares[stage.number]
         own = self._init(stage)
-        self._node = node = self._connect_as(share)
+        self._node = node = self._connect_as(comm, share)
+        self.run = node.run
         check_joint(node.settings)
         node.describe(device=say_device(node.name, jax.tree.leaves(own)))
         self._exchange = StageExchange(node, self._line, stage, parts.pieces[share.first : share.end])
+        self._exchange.leaves, self._exchange.others_wait = self._leaves, self._others_wait
         self._sync = DelayedSync(self._exchange, own, donate=True)
         self._samples = _rows(placement)
         begun = self._with_borrowed(self._sync.start)
@@ -592,23 +738,31 @@ class PipelineNode:
             comm, placement.stages, begun, self._optimizer, ranks=placement.ranks, **self._settings
         )
         self._pipeline.placement = placement
+        self._built += 1
         logger.info("%s", placement)
 
     def _plan_again(self) -> None:
         """Agree with the PCs that are left about the step, and plan without the lost ones."""
         comm = self._comm = self._comm.shrink()
         place, before = self._left[self._planned_comm.rank], self._left
-        told = comm.allgather(np.array([place, self._attempt, self._awaits_batch], np.int64))
-        awaits, newest = any(awaits for _, _, awaits in told), max(int(attempt) for _, attempt, _ in told)
-        # who waits for a batch cannot repeat a step; else those that are in an earlier one come to the newest
-        self._abandoned = awaits or self._attempt < newest
-        self._attempt = newest if awaits or self._attempt == newest else newest - 1
+        told = comm.allgather(np.array([place, self._attempt, self._passed], np.int64))
+        passed, newest = any(passed for _, _, passed in told), max(int(attempt) for _, attempt, _ in told)
+        # a step that one PC has passed is not repeated; else those that are in an earlier one come to the newest
+        self._abandoned = passed or self._attempt < newest
+        self._attempt = newest if passed or self._attempt == newest else newest - 1
         measured = self._placement.measured
-        self._left, self._planned_comm = tuple(int(place) for place, _, _ in told), comm
-        self._placement = measured.placed([measured.pcs[place] for place in self._left])
-        lost = tuple(measured.pcs[place].name for place in before if place not in self._left)
+        left = tuple(int(place) for place, _, _ in told)
+        lost = tuple(measured.pcs[place].name for place in before if place not in left)
         self.recoveries.append(lost)
         self._lost = None
+        try:
+            self._placement = measured.placed([measured.pcs[place] for place in left])
+        except DoesNotFit as error:
+            logger.warning("%s lost, and the others wait for another PC: %s", ", ".join(lost), error)
+            comm.close()
+            self._abandoned = True
+            return self._wait_for_others()
+        self._left, self._planned_comm = left, comm
         text = "%s lost: %d PCs go on from the shared parameters"
         logger.warning(text, ", ".join(lost), comm.size)
 
@@ -636,6 +790,10 @@ class PipelineNode:
             with suppress(PeerLost):
                 self._node.close(reason)
             self._node = None
+
+
+def _initialised(stage: Stage, init_fn: Callable[[Any], Any], key: Any) -> Any:
+    return stage.init(init_fn, key)
 
 
 def _rows(placement: Placement) -> int:

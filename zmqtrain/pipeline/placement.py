@@ -40,6 +40,8 @@ from zmqtrain.transport.memory import LinkModel
 SEGMENTS_PER_PC, MOST_SEGMENTS = 16, 64
 """So many segments are measured at most where there are no marks: stages that fill their PCs need fine ones, and a plan
 of 64 takes a second."""
+USUAL_PCS = 4
+"""Pipelines that exchange parts of a model have the same parts, though they are of fewer PCs."""
 PASSES = 3
 """A segment's passes are timed so often; the median counts."""
 MEMORY_SHARE = 0.9
@@ -126,21 +128,21 @@ def place(
     memory_bytes: int | None = None,
     link: LinkModel | None = None,
     copies: int = 0,
-    segments_for: int = 0,
+    most_segments: int = 0,
 ) -> Placement:
     """Measure the segments of a loss on all PCs of a communicator, and return the plan. All ranks call it.
 
     params: shapes of the whole tree (`jax.eval_shape`).  batch: a whole one, or shapes.  micro_batches, uncut: as of
     `split`.  schedule: 1f1b if None.  codec: of what travels.  memory_bytes: what a stage may use here; None: nine
     tenths of what the card has, or of what is free.  link: of each port; 1 Gb/s if None.  copies: of its parameters
-    that a stage keeps on the host; they count where a PC has no card.  segments_for: cut as many segments as so many
-    PCs would; 0: as these.
+    that a stage keeps on the host; they count where a PC has no card.  most_segments: so many are measured at
+    most; 0: as many as suit so many PCs.
     Raises ConfigError for a loss with fewer segments than PCs, and on all ranks if they have different settings;
     DoesNotFit on all ranks if the PCs cannot hold the model.
     """
     boundary = Boundary(codec)
     batches = MicroBatches(jax.eval_shape(lambda tree: tree, batch), micro_batches, frozenset(uncut))
-    segments = cut_into_segments(loss_fn, params, batches, segments_for or comm.size)
+    segments = cut_into_segments(loss_fn, params, batches, comm.size, most_segments)
     rule = schedule or Schedule()
     check_terms(comm, f"schedule {rule.name}, depth {rule.depth}, codec {boundary.codec}, {terms_of(segments)}")
     memory, counts_copies = float(memory_bytes or usable_memory()), float(card_bytes() is None)
@@ -172,12 +174,19 @@ def place(
     return replace(measured, costs=costs).placed(measured.pcs)
 
 
-def cut_into_segments(loss_fn: Loss, params: Any, batches: MicroBatches, pcs: int) -> Split:
+def cut_into_segments(loss_fn: Loss, params: Any, batches: MicroBatches, pcs: int, most: int = 0) -> Split:
     """Cut a loss at its marks, or at places that are as cheap as those for whole stages. Raises ConfigError if it has
-    fewer segments than there are PCs."""
+    fewer segments than there are PCs.
+
+    most: at most so many, and the same ones for every number of PCs up to USUAL_PCS; 0: as many as suit these PCs.
+    """
     positions = positions_of(loss_fn, params, batches.form())
-    most = MOST_SEGMENTS if positions.marks else min(MOST_SEGMENTS, SEGMENTS_PER_PC * pcs)
-    chosen = positions.candidates(pcs - 1, max(pcs, most) - 1)
+    wanted = pcs
+    if most:
+        wanted = max(pcs, min(USUAL_PCS, len(positions.marks) + 1 if positions.marks else positions.units))
+    else:
+        most = MOST_SEGMENTS if positions.marks else min(MOST_SEGMENTS, SEGMENTS_PER_PC * pcs)
+    chosen = positions.candidates(wanted - 1, max(wanted, most) - 1)
     return split(loss_fn, params, batches.batch, chosen, micro_batches=batches.count, uncut=batches.uncut)
 
 

@@ -105,6 +105,21 @@ class Split(Sequence[Stage]):
             leaves[place] = total if rows is None else leaves[place].at[rows].set(total)
         return jax.tree.unflatten(structure, leaves)
 
+    def counted_rows(self, stage: int) -> tuple[tuple[int, int] | None, ...]:
+        """Return, of each leaf that a stage holds, the rows that no stage before it holds, from, to; None: all."""
+        counted: list[tuple[int, int] | None] = [None] * len(self[stage].held)
+        for place, leaf in enumerate(self[stage].held):
+            own = _rows_of(leaf)
+            for earlier in self.stages[:stage]:
+                for other in earlier.held:
+                    if other.number == leaf.number and own.overlap(_rows_of(other)):
+                        first, last = _rows_of(other)
+                        own = Rows(max(own.start, last), own.stop) if first <= own.start else Rows(own.start, first)
+            if own != _rows_of(leaf):
+                start = _rows_of(leaf).start
+                counted[place] = own.start - start, max(own.start, own.stop) - start
+        return tuple(counted)
+
     def tied_with(self, stage: int) -> tuple[int, ...]:
         """Return the other stages that hold rows with this one, in their order."""
         together = {other for tied in self.tied if stage in tied.stages for other in tied.stages}

@@ -7,11 +7,13 @@ Each task ends when its result is computed: tasks that were only begun would eac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from zmqtrain.pipeline.schedule import Task
@@ -106,6 +108,16 @@ class StageRun:
         """Return the gradient of a step whose backward passes are done: the mean of its micro-batches."""
         return self._mean(self._gradients.pop(step))
 
+    def squares(self, gradients: Any, counted: Sequence[tuple[int, int] | None]) -> float:
+        """Return the sum of the squares of gradients. counted: of each leaf, the rows that count; None: all."""
+        return float(self._squares(gradients, tuple(counted)))
+
+    def clipped(self, gradients: Any, squares: Sequence[float], clip_norm: float) -> Any:
+        """Return the gradients, scaled so that those of all stages have at most this norm together. squares: of each
+        stage. Source: Pascanu et al. 2013."""
+        norm = math.sqrt(math.fsum(squares))
+        return gradients if norm < clip_norm else self._scaled(gradients, jnp.float32(clip_norm / norm))
+
     def take_loss(self, step: int) -> jax.Array:
         """Return the loss of such a step, at the last stage."""
         loss: jax.Array = self._losses.pop(step) / self.micro_batches
@@ -127,6 +139,22 @@ class StageRun:
     @cached_property
     def _mean(self) -> Any:
         return jax.jit(lambda sums: jax.tree.map(lambda leaf: leaf / self.micro_batches, sums), donate_argnums=0)
+
+    @cached_property
+    def _squares(self) -> Any:
+        def squares(gradients: Any, counted: tuple[tuple[int, int] | None, ...]) -> jax.Array:
+            leaves = jax.tree.leaves(gradients)
+            parts = [leaf if rows is None else leaf[slice(*rows)] for leaf, rows in zip(leaves, counted, strict=True)]
+            return sum((jnp.sum(jnp.square(part.astype(jnp.float32))) for part in parts), jnp.float32(0))
+
+        return jax.jit(squares, static_argnums=1)
+
+    @cached_property
+    def _scaled(self) -> Any:
+        return jax.jit(
+            lambda gradients, scale: jax.tree.map(lambda leaf: (leaf * scale).astype(leaf.dtype), gradients),
+            donate_argnums=0,
+        )
 
     @cached_property
     def _updated(self) -> Any:

@@ -51,7 +51,7 @@ class TextProgram:
     """A decoder-only transformer over bytes; each field is one argument. Raises ConfigError and DataError when made.
 
     data: "stdlib" or the path of a file.  batch: windows per local step, of `context` bytes each.  rate: reached after
-    `warmup` steps.  clip: largest norm of a gradient; 0: none is clipped, as in a pipeline.
+    `warmup` steps.  clip: largest norm of a gradient; 0: none is clipped.
     inner_optimizer: "adamw", or "muon" for the matrices.
     seed: of the data's order (that of the parameters is given to `init`).
     """
@@ -116,6 +116,11 @@ class TextProgram:
 
         Source: Muon: Jordan et al. 2024; degrades least with the number of local steps between exchanges.
         """
+        inner, _ = self.stage_optimizer()
+        return optax.chain(optax.clip_by_global_norm(self.clip), inner) if self.clip else inner
+
+    def stage_optimizer(self) -> tuple[optax.GradientTransformation, float]:
+        """See Program."""
         rate = partial(_warmed_up_rate, rate=self.rate, warmup=self.warmup)
         if self.inner_optimizer == "muon":
             inner = optax.contrib.muon(
@@ -127,7 +132,7 @@ class TextProgram:
             )
         else:
             inner = optax.adamw(rate, b2=0.99, weight_decay=self.weight_decay, mask=_is_matrix)
-        return optax.chain(optax.clip_by_global_norm(self.clip), inner) if self.clip else inner
+        return inner, self.clip
 
     def batches(self, unit: int) -> Iterator[dict[str, npt.NDArray[np.uint8]]]:
         """Return `batches_per_unit` batches {"text": uint8[batch, context + 1]} of windows drawn at random."""

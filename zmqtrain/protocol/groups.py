@@ -47,7 +47,7 @@ with `failure_detector.VERDICT_SECONDS` and the ticks under 3 s."""
 LATE_SECONDS = 0.5
 """An observer that has not looked for longer than this was busy or stopped itself; the rest counts for no timeout."""
 FORMING_SECONDS = 0.5  # between two messages to waiting processes about others
-SHOWN_NAMES = 8
+SHOWN_NAMES = FORMING_SHOWN = 8
 
 
 def list_names(names: Iterable[str]) -> str:
@@ -142,6 +142,13 @@ class Groups:
 
     # ------------------------------------------------------------------ meeting
 
+    @property
+    def forming(self) -> dict[str, int]:
+        """How many processes wait in groups that are not complete, for rosters: of the first few, by the group's
+        name."""
+        first = list(self._forming.items())[:FORMING_SHOWN]
+        return {f"group {printable(name)}": len(one.waiting) for name, one in first if one.waiting}
+
     def join(self, member: Member, asked: JoinGroup, now: float) -> list[HubEffect]:
         """Add a process to its group, which may now be complete; or refuse it.
 
@@ -175,7 +182,10 @@ class Groups:
         return f"this broker has {MAX_GROUPS} groups already: end some, or use another broker"
 
     def _complete_already(self, name: str, asked: JoinGroup) -> str:
-        """Return why a process of this name cannot join a complete group, "" if there is none, or one has left it."""
+        """Return why a process of this name cannot join a complete group, "" if there is none, or one has left it, or
+        others of its name may meet."""
+        if asked.repeated:
+            return ""
         for group in self._complete:
             if group.group == asked.group and group.whole and name not in group.names:
                 return (

@@ -518,6 +518,8 @@ class Hub:
         name, settings, share = printable(hello.name, MAX_NAME), self.settings, _share_of(hello)
         others = [member for peer, member in self.members.items() if member.is_node and peer != sender]
         known = parts_of(self.model) if self.version >= 0 else ()
+        if share is None and settings.pipeline:
+            return f"this run trains with pipelines: start {name} with zmqtrain-node, or with zt.PipelineNode"
         if share is None:
             if known or any(member.holds is not None for member in others):
                 return (
@@ -1134,7 +1136,7 @@ class Hub:
     def takes_no_units(self, member: Member) -> bool:
         """Whether a node trains without data units, in a run that ends when so many are done."""
         report = member.report
-        limited = self.units.ledger.total > 0 and not self.shard
+        limited = self.units.ledger.total > 0 and not self.shard and not member.follows
         return limited and report is not None and report.step > 0 and report.first_unit < 0
 
     def seconds(self, now: float) -> float:
@@ -1187,6 +1189,7 @@ class Hub:
                 **({"software": printable(software, MAX_WORDS)} if software else {}),
                 **({} if self.stopped_at is None else {"ending": True}),
                 **self.fence.dropped,
+                **self.groups.forming,
                 **({} if worse is None else {"best_version": worse[0], "best_loss": worse[1]}),
             },
         )

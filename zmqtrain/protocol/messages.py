@@ -375,7 +375,8 @@ class Stop(Message, frozen=True):
 class JoinGroup(Message, frozen=True):
     """Process to hub: add me to `group`, of `size` processes that all give the same `description`.
 
-    rank: which of them I want to be; -1: any.  address, key, token: as in WireProcess.
+    rank: which of them I want to be; -1: any.  address, key, token: as in WireProcess.  repeated: groups of this name
+    meet one after the other: one that is complete is no obstacle.
     """
 
     group: str
@@ -385,6 +386,7 @@ class JoinGroup(Message, frozen=True):
     address: str = ""
     key: str = ""
     token: str = ""
+    repeated: bool = False
 
 
 class Forming(Message, frozen=True):

@@ -34,6 +34,10 @@ class Program(Protocol):
     compared while a run goes on; never by `evaluate`, or the validation split would choose what it is to judge. It is
     called often: compiled once, and about as cheap as a few steps. Read it with `score_of`.
 
+    And another, `stage_optimizer() -> (optax.GradientTransformation, float)`, for pipelines, whose stages each hold a
+    part of the leaves: the optimizer without a clip by the norm of all gradients, and that norm (0: none). Without it
+    `optimizer()` is taken, which must not look at several leaves at once then.
+
     And another, `data_digests: str`: of its training data, "/", of those that are held out. By it the hub names nodes
     that train on other data, and has every node evaluate on the same held-out data.
     """
