@@ -57,6 +57,7 @@ class Case:
     """What is trained. pace_seconds: of every step; program_arguments: of the program "text".
 
     node_checkpoints: whether nodes that are killed go on from where they were, not from the shared parameters.
+    pipeline: of so many PCs each node is one; 0: of one, with the whole model.
     """
 
     nodes: int = 6
@@ -68,18 +69,21 @@ class Case:
     release: str = "quorum"
     checkpoint_every: str = "20s"
     node_checkpoints: bool = False
+    pipeline: int = 0
 
     def units(self, seconds: float) -> int:
         """Return how many data units all nodes train on in so much time, less what faults take of it."""
-        steps = PRESENT_SHARE * seconds * self.nodes / self.pace_seconds
+        pipelines = self.nodes // (self.pipeline or 1)
+        steps = PRESENT_SHARE * seconds * pipelines / self.pace_seconds
         return max(self.nodes, round(steps / self.batches_per_unit))
 
     def broker_line(self, units: int) -> list[str]:
         """Return what the broker's command line says. units: 0 for a run that ends when it is ended."""
         run = ["--program", "text", "--program-arguments", self.program_arguments, "--units", str(units)]
         run += ["--every", str(self.every), "--delay", str(self.delay), "--release", self.release]
-        run += ["--initial", "founder"]
-        return [*run, "--start-nodes", str(self.nodes), "--checkpoint-every", self.checkpoint_every, *KEEP_ALL]
+        run += ["--initial", "founder", "--pipeline", str(self.pipeline)]
+        nodes = self.nodes // (self.pipeline or 1)
+        return [*run, "--start-nodes", str(nodes), "--checkpoint-every", self.checkpoint_every, *KEEP_ALL]
 
     def node_line(self, folder: Path, number: int) -> list[str]:
         """Return what a node's command line says besides address, name and record."""
@@ -250,6 +254,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--faults", nargs="+", default=list(KINDS), help="kinds of faults of nodes (default: all)")
     parser.add_argument("--mean-seconds", type=float, default=12.0, help="between two of them (default %(default)s)")
     parser.add_argument("--broker-kills", type=int, default=2, help="how many (default %(default)s)")
+    parser.add_argument("--pipeline", type=int, default=0, help="PCs of one pipeline; 0: whole models (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of each loss (default %(default)s)")
     parser.add_argument("--node-checkpoints", action="store_true", help="nodes keep checkpoints, and go on from them")
     parser.add_argument("--folder", help="where to leave records, logs and checkpoints (default: nowhere)")
@@ -267,7 +272,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Do what the command line asks for, and print it."""
     options = read_options(sys.argv[1:])
-    case = Case(options.nodes, node_checkpoints=options.node_checkpoints)
+    case = Case(options.nodes, node_checkpoints=options.node_checkpoints, pipeline=options.pipeline)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.folder or scratch)

@@ -5,7 +5,8 @@ what it was told has landed, and what it took back (its record, one for each lif
 
 Rule 1: nothing is repaired here and nothing is forgiven: each fault is a sentence that names node, offer and version.
 Rule 2: a book that was cut off by a kill is a book: what it does not say is not held against it.
-Rule 3: the hub's releases are counted by version; what a later life of the hub says differently is a fault.
+Rule 3: of a pipeline's delta all parts are in one version.
+Rule 4: the hub's releases are counted by version; what a later life of the hub says differently is a fault.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ Key = tuple[PeerId, int]
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One release in the hub's book. landed: (peer, sequence) of each contribution; samples: that they stand for."""
+    """One release in the hub's book. landed: (peer, sequence) of each contribution; samples: that they stand for.
+    turns: of each that is a part of a pipeline's delta, the pipeline, the turn and the part."""
 
     version: Version
     landed: tuple[Key, ...]
     samples: int = 0
+    turns: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def releases_of(records: Iterable[Record]) -> list[Release]:
             record["version"],
             tuple((PeerId(one["peer"]), one["sequence"]) for one in record["contributions"]),
             record["samples"],
+            tuple((one["pipeline"], one["turn"], one["fragment"]) for one in record["contributions"] if "turn" in one),
         )
         for record in records
         if record["kind"] == "release"
@@ -137,6 +141,17 @@ def _hub_book(releases: Iterable[Release], faults: list[str]) -> tuple[dict[Key,
                 faults.append(f"offer {sequence} of {name_of(peer)} landed twice: in versions {first} and {version}")
         if len(set(by_version[version].landed)) < len(by_version[version].landed):
             faults.append(f"version {version} holds a contribution twice: {_names(by_version[version].landed)}")
+    parts = {part for release in by_version.values() for _, _, part in release.turns}
+    for version, release in sorted(by_version.items()):
+        held: dict[tuple[str, int], list[int]] = {}
+        for pipeline, turn, part in release.turns:
+            held.setdefault((pipeline, turn), []).append(part)
+        for (pipeline, turn), own in held.items():
+            if sorted(own) != sorted(parts):
+                faults.append(
+                    f"version {version} holds {len(own)} of the {len(parts)} parts of turn {turn} of the pipeline of "
+                    f"{pipeline}"
+                )
     if by_version:
         missing = sorted(set(range(min(by_version), max(by_version))) - by_version.keys())
         faults += [f"version {version} is in no book of the hub" for version in missing]

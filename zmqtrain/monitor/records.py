@@ -116,6 +116,7 @@ def release_facts(
                 "late": one.late,
                 "too_stale": one.too_stale,
                 "left_out": (one.peer, one.sequence) in out,
+                **({"pipeline": name_of(one.node), "turn": one.turn} if one.node else {}),
             }
             for one in reduce.contributions
         ],

@@ -643,8 +643,8 @@ class Node(NullListener):
         progress.step, progress.samples, progress.loss = step, samples, loss
         progress.age_steps, progress.offers_refused = age_steps, offers_refused
         progress.held_seconds, progress.first_unit = held_seconds, self.units.first
-        follows = self.options.holds is not None and not self.options.holds.leads
-        if self.units.first < 0 and self.settings.units and not (self._without_units or follows):
+        alone = self.options.holds is None  # a pipeline takes its units by one of its PCs, each time another
+        if alone and self.units.first < 0 and self.settings.units and not self._without_units:
             self._without_units = True
             text = (
                 "%s takes no data units, and the run has --units %d: they neither count nor end what this loop does. "
