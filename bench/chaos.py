@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.chaos.run import KEEP_ALL, Outcome, record_of
+from zmqtrain.chaos.run import KEEP_ALL, Outcome, hub_folder, record_of
 from zmqtrain.chaos.schedule import BROKER, KINDS, Fault, check_kinds, draw_schedule
 from zmqtrain.core.errors import ZmqTrainError
 from zmqtrain.monitor.ledger import lives_of
@@ -108,7 +108,18 @@ def play(star: Star, folder: Path, case: Case, units: int, schedule: Sequence[Fa
         if not ended:
             for name, service in run.services.items():
                 _say(f"{name}: {'; '.join(service.last_lines[-2:])}")
-    return run.outcome(ended, took)
+    outcome = run.outcome(ended, took)
+    return replace(outcome, loss=_loss_of_model(folder, case)) if case.pipeline else outcome
+
+
+def _loss_of_model(folder: Path, case: Case) -> float:
+    """Return the held-out loss of the model that a run has left: no PC of a pipeline has all of it, to evaluate it."""
+    import zmqtrain as zt
+    from zmqtrain.programs import load_program, parse_arguments
+
+    program = load_program("text", parse_arguments(case.program_arguments))
+    file = hub_folder(folder) / "model.safetensors"
+    return program.evaluate(zt.load_model(file, like=program.init(0)))["loss"]
 
 
 def run_rows(star: Star, folder: Path, case: Case, seconds: float, schedule: Sequence[Fault]) -> list[dict[str, Any]]:

@@ -15,7 +15,10 @@ have to train on with the same batches.  next_step: seconds from the fault to th
 are left; recovering: from the error to the beginning of that step, and compiling: of these, those in which the new
 stages were compiled, both of the PC that took longest.
 Rule 5: `--learning` trains the text program in one process, with and without a flush, on the same batches.
-Rule 6: `simulated` is what `zmqtrain sim` makes of the same row: the same machine of the schedule in virtual time.
+Rule 6: `--together` trains the text program by two pipelines of two PCs, and by four PCs with the whole model, through
+a broker, on as many samples: all PCs are threads of this process, and their numbers are real. A pipeline's batch is two
+of a PC's.
+Rule 7: `simulated` is what `zmqtrain sim` makes of the same row: the same machine of the schedule in virtual time.
 
 Columns: efficiency, median of the steps; low, high: of the steps.  simulated: see above.  step_s: seconds of a step.
 waited: share of its time in which a stage had no task, of the stage that waited most.  sent_mb: 10^6 bytes a step that
@@ -34,6 +37,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,6 +61,9 @@ ROWS, WIDTH = 1024, 2048
 LAYERS = 28
 MEET_SECONDS = 120.0
 FAULT_STAGES, LOST, FAULT_STEP, FAULT_STEPS, FAULT_EVERY = 4, 2, 14, 24, 4
+TOGETHER = {"two pipelines of two": (2, 2), "four whole": (1, 1, 1, 1)}
+TOGETHER_BATCH = 8
+"""Windows of one PC's batch in --together."""
 FAULT_SECONDS = 5.0
 """Within so many seconds, and what compiling takes, the step after a lost PC is to be complete."""
 MEMORY_STAGES, MEMORY_WIDTH, MEMORY_STEPS = 4, 1024, 3
@@ -160,7 +167,8 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, default=52, help="of the model of --memory (default %(default)s)")
     parser.add_argument("--learning", action="store_true", help="what 2bw costs learning, in place of the star")
-    parser.add_argument("--steps", type=int, default=600, help="of each run of --learning (default %(default)s)")
+    parser.add_argument("--together", action="store_true", help="pipelines beside whole models, in place of the star")
+    parser.add_argument("--steps", type=int, default=600, help="of each run of --learning and --together (%(default)s)")
     parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="of --learning (default 0,1,2)")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
     return parser.parse_args(arguments)
@@ -213,6 +221,8 @@ def main() -> None:
             options = read_options(arguments)
             if options.learning:
                 _learn_all(options)
+            elif options.together:
+                _together_all(options)
             elif options.memory:
                 _measure_memory(options)
             elif options.faults:
@@ -308,6 +318,85 @@ def _measure_memory(options: argparse.Namespace) -> None:
     )
     if options.json:
         write_json(options.json, rows)
+
+
+def _together_all(options: argparse.Namespace) -> None:
+    """Print the held-out loss that two pipelines of two PCs come to, and four whole PCs, by seed."""
+    rows = []
+    for seed in options.seeds:
+        losses = {name: _train_together(pcs, seed, options.steps) for name, pcs in TOGETHER.items()}
+        pipelines, whole = losses.values()
+        rows.append({"seed": seed, **losses, "pipelines: % more": 100 * (pipelines / whole - 1)})
+        print(f"seed {seed}: {rows[-1]['pipelines: % more']:+.2f} %", file=sys.stderr, flush=True)
+    more = [row["pipelines: % more"] for row in rows]
+    spread = {name: 100 * statistics.stdev(row[name] for row in rows) / rows[0][name] for name in TOGETHER}
+    rows.append({"seed": "mean", "pipelines: % more": statistics.fmean(more)})
+    rows.append({"seed": "deviation over seeds, %", **spread, "pipelines: % more": statistics.stdev(more)})
+    title = f"held-out loss after {options.steps} steps of {4 * TOGETHER_BATCH} windows, AdamW, k = 4, d = 2, ternary"
+    print_table(rows, title)
+    if options.json:
+        write_json(options.json, rows)
+
+
+def _train_together(pcs: Sequence[int], seed: int, steps: int) -> float:
+    """Train nodes of so many PCs each; return the loss of the shared parameters at the end."""
+    import zmqtrain as zt
+    from zmqtrain.programs.text import TextProgram
+
+    settings = zt.RunSettings(
+        every=4, delay=2, codec="ternary", broadcast_codec="ternary", initial="founder", start_nodes=len(pcs)
+    )
+    found: list[Any] = []
+
+    def one(hub: str, number: int, size: int) -> None:
+        batch = TOGETHER_BATCH * size
+        program = TextProgram(layers=3, width=32, heads=2, context=64, batch=batch, rate=3e-3, clip=0.0, seed=seed)
+        units = itertools.chain.from_iterable(program.batches(unit) for unit in itertools.count(1000 * number))
+        batches = list(itertools.islice(units, steps))
+        if size == 1:
+            with zt.connect(hub, f"pc-{number}") as node:
+                found.append((program, _train_whole(node, program, batches, seed)))
+            return
+        with zt.PipelineNode.join(
+            hub, size, program.loss, program.init, program.optimizer(), batches[0],
+            micro_batches=4, key=seed, group=f"pipeline {number}",
+        ) as pipeline:  # fmt: skip
+            for batch in batches:
+                pipeline.step(batch)
+            pipeline.finish()
+            if (whole := pipeline.gather()) is not None:
+                found.append((program, whole))
+
+    with zt.BrokerThread("tcp://127.0.0.1:0", settings) as broker, ThreadPoolExecutor(sum(pcs)) as pool:
+        places = [(number, size) for number, size in enumerate(pcs) for _ in range(size)]
+        for done in [pool.submit(one, broker.address, *place) for place in places]:
+            done.result()
+    program, params = found[-1]  # of who ended last
+    return program.evaluate(params)["loss"]
+
+
+def _train_whole(node: Any, program: Any, batches: Sequence[Any], seed: int) -> Any:
+    """Train a node with the whole model; return its parameters at the end."""
+    import jax
+    import optax
+
+    import zmqtrain as zt
+
+    optimizer = program.optimizer()
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(program.loss)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    with zt.DelayedSync(node, program.init(seed)) as sync:
+        params = sync.start
+        state = optimizer.init(params)
+        for batch in batches:
+            params, state, loss = step(params, state, batch)
+            params = sync.step(params, score=loss, samples=TOGETHER_BATCH)
+        return sync.finish(params)
 
 
 def _measure_faults(options: argparse.Namespace) -> None:

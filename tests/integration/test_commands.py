@@ -122,6 +122,31 @@ def test_a_node_trains_the_brokers_program_to_its_end_and_says_what_came_of_it(t
     assert "with the same options, more --units and --checkpoint" in again.stdout
 
 
+def test_two_nodes_are_one_pipeline_by_a_flag_of_the_broker_alone(text: Path, tmp_path: Path) -> None:
+    program = (
+        "--program",
+        "text",
+        "--program-arguments",
+        SMALL.format(text="elsewhere").replace("layers=1", "layers=2"),
+    )
+    checkpoint = ("--checkpoint", str(tmp_path / "kept"))
+    options = (*program, *checkpoint, "--pipeline", "2", "--units", "4", "--every", "4", "--delay", "2", *NOBODY_LOST)
+    with broker(*options) as hub:
+        lines = [command("node", hub.address, "--name", name, "--data", str(text)) for name in ("pc-1", "pc-2")]
+        refused = run("node", hub.address, "--checkpoint", str(tmp_path / "own"))
+        assert "a node takes no --checkpoint" in paragraph(refused, 78)
+        with started(*lines[0]) as first, started(*lines[1]) as second:
+            said = [one.communicate(timeout=BOUND_SECONDS)[0] for one in (first, second)]
+            assert [first.returncode, second.returncode] == [0, 0], said
+        assert hub.wait() == 0, hub.said
+    for one in said:
+        assert re.search(r"steps +16\b", one) and "Traceback" not in one, one
+        assert re.search(r"^run-\w+ is over: this node ended with its last parameters, of version \d+", one, re.M)
+    arrays, facts = read_model(tmp_path / "kept" / "model.safetensors")
+    assert "embedding" in arrays and not any("part0" in name for name in arrays)
+    assert facts.samples == 16 * 2
+
+
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP])
 def test_a_broker_that_is_told_to_end_says_goodbye_and_ends_with_0(by: int) -> None:
     with broker("--program", "text") as hub:

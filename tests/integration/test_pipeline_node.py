@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -164,6 +165,38 @@ def test_data_units_are_dealt_to_a_pipeline_as_to_a_node(tmp_path: Path) -> None
     assert first[0][0] == first[1][0] and len(first[0][0]) + len(second[0][0]) == 18
     for one, other in zip(leaves_of(first), leaves_of(second), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)  # who drains early takes the last version, too
+
+
+def test_a_pc_that_leaves_has_all_send_what_is_pending_and_one_that_waits_takes_its_place(batches: list[Any]) -> None:
+    settings = zt.RunSettings(every=4, delay=1, codec="float32", broadcast_codec="float32", initial="founder")
+    with zt.BrokerThread("tcp://127.0.0.1:0", settings) as broker:
+        waiting = threading.Event()
+        found: dict[str, Any] = {}
+
+        def one(name: str) -> None:
+            if name == "third":
+                waiting.wait()
+            with zt.PipelineNode.join(
+                broker.address, 2, PROGRAM.loss, PROGRAM.init, SGD, batches[0], micro_batches=MICRO_BATCHES, key=0,
+                name=name, codec="float32", patient=True,
+            ) as node:  # fmt: skip
+                losses, sizes = [], []
+                while not node.ended and len(sizes) < 200 and not (len(set(sizes)) > 1 and sizes[-3:] == [2] * 3):
+                    if name == "first" and len(losses) == 2:
+                        node.leave()
+                    losses.append(node.step(batches[len(losses) % len(batches)]))
+                    sizes.append(node.comm.size)
+                    if sizes[-1] == 1:
+                        waiting.set()
+                found[name] = losses, sizes, node.ended, node.recoveries, broker.broker.hub.samples
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(one, ("first", "second", "third")))
+    first, second, third = found["first"], found["second"], found["third"]
+    assert first[2] and len(first[0]) == 3  # it has left, after the step in which it was told to
+    assert first[4] == 3 * 8  # and nothing was lost: three steps of eight samples are in the shared parameters
+    assert second[3] == [("first",)] and 1 in second[1] and second[1][-1] == 2
+    assert third[1][-1] == 2
 
 
 def test_a_node_with_the_whole_model_is_told_what_the_run_is(batches: list[Any]) -> None:

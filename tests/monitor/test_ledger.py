@@ -55,6 +55,17 @@ def test_what_a_later_life_of_the_hub_says_again_is_no_fault(book, lives):
     assert audit([*book, *book[1:]], lives) == audit(book, lives)
 
 
+def test_a_version_with_a_part_of_a_pipelines_turn_is_a_fault(lives):
+    def turn(number, *parts):
+        return tuple(("pc-a", number, part) for part in parts)
+
+    whole = [Release(1, ((A, 0), (B, 0)), turns=turn(1, 0, 1)), Release(2, ((A, 1), (B, 1)), turns=turn(2, 0, 1))]
+    assert not audit(whole, []).faults
+    torn = [whole[0], Release(2, ((A, 1),), turns=turn(2, 0)), Release(3, ((B, 1),), turns=turn(2, 1))]
+    faults = audit(torn, []).faults
+    assert len(faults) == 2 and "version 2 holds 1 of the 2 parts of turn 2 of the pipeline of pc-a" in faults[0]
+
+
 PLANTED = {
     "landed twice: in versions 1 and 4": lambda book, lives: book.append(Release(4, ((A, 0),))),
     "version 2 holds a contribution twice": lambda book, lives: book.__setitem__(1, Release(2, ((A, 1), (A, 1)))),

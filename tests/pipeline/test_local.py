@@ -70,6 +70,34 @@ def test_loss_and_gradients_are_those_of_one_pc_and_have_the_same_bits_under_eve
         np.testing.assert_array_equal(one, other)
 
 
+def test_gradients_are_clipped_by_the_norm_of_all_stages_tied_rows_counted_once(stages: Split) -> None:
+    clip, rate = 0.05, 0.1
+    pipeline = LocalPipeline(stages, PARAMS, optax.sgd(rate), clip_norm=clip)
+    whole = optax.chain(optax.clip_by_global_norm(clip), optax.sgd(rate))
+    params, state = PARAMS, whole.init(PARAMS)
+    for step in range(3):
+        _, gradients = expected(params, batch(step))
+        assert optax.tree.norm(gradients) > 2 * clip
+        updates, state = whole.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        pipeline.step(batch(step))
+    for one, other in zip(jax.tree.leaves(pipeline.params()), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_norm_that_no_gradient_has_clips_nothing(stages: Split) -> None:
+    clipped, free = (LocalPipeline(stages, PARAMS, optax.sgd(0.1), clip_norm=clip) for clip in (1e6, 0.0))
+    assert float(clipped.step(batch(0))) == float(free.step(batch(0)))
+    for one, other in zip(jax.tree.leaves(clipped.params()), jax.tree.leaves(free.params()), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("clip", [-1.0, float("nan"), float("inf"), "1"])
+def test_a_clip_norm_is_a_norm(stages: Split, clip: Any) -> None:
+    with pytest.raises(ConfigError, match="clip_norm"):
+        LocalPipeline(stages, PARAMS, optax.sgd(0.1), clip_norm=clip)
+
+
 @pytest.mark.parametrize("name", ["1f1b", *nightly("gpipe")])
 def test_training_with_adamw_is_that_of_one_pc(stages: Split, name: Any) -> None:
     optimizer = optax.adamw(0.01)

@@ -84,6 +84,16 @@ def test_a_group_of_which_all_have_gone_before_it_met_can_be_another():
     assert told(join(groups, "b", size=1, description="other"), Group)
 
 
+def test_groups_of_one_name_meet_one_after_the_other_if_they_are_repeated():
+    groups = Groups()
+    for first, second in ("ab", "cd", "ef"):
+        assert join(groups, first, size=2, repeated=True) == [SendTo(first, Forming("default", (first,), 1))]
+        assert groups.forming == {"group default": 1}
+        met = told(join(groups, second, size=2, repeated=True), Group)
+        assert sorted(met) == [first, second] and not groups.forming
+    assert "is complete" in refusal(join(groups, "g", size=2))  # who does not say so waits for no further one
+
+
 def test_groups_of_other_names_do_not_meet():
     groups = Groups()
     join(groups, "a", size=2), join(groups, "b", size=2, group="other")
