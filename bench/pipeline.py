@@ -44,6 +44,7 @@ from typing import Any
 from zmqtrain.core.specs import parse_bytes
 from zmqtrain.pipeline.costs import PC, SegmentCost
 from zmqtrain.pipeline.partition import PlannedPipeline, partition
+from zmqtrain.pipeline.schedule import Schedule
 from zmqtrain.sim.pipeline import SimPipeline
 from zmqtrain.transport.memory import LinkModel
 
@@ -61,6 +62,11 @@ ROWS, WIDTH = 1024, 2048
 LAYERS = 28
 MEET_SECONDS = 120.0
 FAULT_STAGES, LOST, FAULT_STEP, FAULT_STEPS, FAULT_EVERY = 4, 2, 14, 24, 4
+LEARNING = {
+    "1f1b": Schedule("1f1b"),
+    "2bw": Schedule("2bw"),
+    "2bw, no prediction": Schedule("2bw", predicts=False),
+}
 TOGETHER = {"two pipelines of two": (2, 2), "four whole": (1, 1, 1, 1)}
 TOGETHER_BATCH = 8
 """Windows of one PC's batch in --together."""
@@ -236,21 +242,21 @@ def _learn_all(options: argparse.Namespace) -> None:
     rows = []
     for optimizer, rate in (("adamw", 3e-3), ("muon", 6e-3)):
         for seed in options.seeds:
-            losses = {name: _learn(name, optimizer, rate, seed, options.steps) for name in ("1f1b", "2bw")}
-            more = 100 * (losses["2bw"] / losses["1f1b"] - 1)
-            rows.append({"optimizer": optimizer, "rate": rate, "seed": seed, **losses, "2bw: % more": more})
-            print(f"{optimizer}, seed {seed}: {more:+.2f} %", file=sys.stderr, flush=True)
-        own = [row["2bw: % more"] for row in rows if row["optimizer"] == optimizer]
-        rows.append({"optimizer": optimizer, "rate": rate, "seed": "mean", "2bw: % more": statistics.fmean(own)})
+            losses = {name: _learn(one, optimizer, rate, seed, options.steps) for name, one in LEARNING.items()}
+            more = {f"{name}: % more": 100 * (losses[name] / losses["1f1b"] - 1) for name in list(LEARNING)[1:]}
+            rows.append({"optimizer": optimizer, "rate": rate, "seed": seed, **losses, **more})
+            print(f"{optimizer}, seed {seed}: {more}", file=sys.stderr, flush=True)
+        own = [row for row in rows if row["optimizer"] == optimizer]
+        means = {name: statistics.fmean(row[name] for row in own) for name in more}
+        rows.append({"optimizer": optimizer, "rate": rate, "seed": "mean", **means})
     print_table(rows, f"held-out loss after {options.steps} steps, three stages, four micro-batches")
     if options.json:
         write_json(options.json, rows)
 
 
-def _learn(schedule: Any, optimizer: str, rate: float, seed: int, steps: int) -> float:
+def _learn(schedule: Schedule, optimizer: str, rate: float, seed: int, steps: int) -> float:
     import zmqtrain as zt
     from zmqtrain.pipeline.local import LocalPipeline
-    from zmqtrain.pipeline.schedule import Schedule
     from zmqtrain.programs.text import TextProgram
 
     program = TextProgram(inner_optimizer=optimizer, rate=rate, layers=3, clip=0.0, seed=seed)
@@ -258,7 +264,7 @@ def _learn(schedule: Any, optimizer: str, rate: float, seed: int, steps: int) ->
     batches = list(itertools.islice(units, steps))
     params = program.init(seed)
     stages = zt.split(program.loss, params, batches[0], 2, micro_batches=4)
-    pipeline = LocalPipeline(stages, params, program.optimizer(), Schedule(schedule), "bf16")
+    pipeline = LocalPipeline(stages, params, program.optimizer(), schedule, "bf16")
     for _ in pipeline.steps(batches):
         pass
     return program.evaluate(pipeline.params())["loss"]

@@ -68,7 +68,7 @@ def best_step(costs, pcs, micro_batches, schedule, known):
 
     def stage(pc, begin, end, depth):
         """Return what a stage adds to (the period, the fill); None: it does not fit."""
-        passes = stage_of(costs, pc, begin, end, depth, schedule.versions_held)
+        passes = stage_of(costs, pc, begin, end, depth, schedule.copies_held)
         if passes is None:
             return None
         seconds = sum(passes)
@@ -181,7 +181,7 @@ def test_the_plan_is_that_of_brute_force_and_fits_every_memory(problem):
         for place, one in enumerate(pipeline.stages):
             depth = schedule.most_in_flight(place, len(pipeline.stages), micro_batches)
             assert one.most_in_flight == depth and one.memory_bytes <= by_name[one.pc].memory_bytes
-            assert stage_of(costs, by_name[one.pc], one.begin, one.end, depth, schedule.versions_held) is not None
+            assert stage_of(costs, by_name[one.pc], one.begin, one.end, depth, schedule.copies_held) is not None
     used = [one.pc for pipeline in plan.pipelines for one in pipeline.stages]
     assert sorted([*used, *plan.unused]) == sorted(by_name)
 
@@ -239,15 +239,18 @@ def test_leaves_that_two_stages_share_are_held_by_both_and_their_sum_ends_a_step
     assert apart.tied_seconds == pytest.approx(2.0)
     (untied,) = partition([layer()] * 4, pcs_of(3000, 3000), 8, link=LINK).pipelines
     assert apart.step_seconds - untied.step_seconds == pytest.approx(2.0)
-    both = pcs_of(10_003_000, 10_003_000)
+    both = pcs_of(12_004_000, 12_004_000)
     (without_flush,) = partition(costs, both, 8, link=LINK, schedule="2bw", pcs_per_pipeline=2).pipelines
     assert without_flush.step_seconds == pytest.approx(8 * 0.8)
 
 
-def test_two_versions_of_the_parameters_need_memory_without_flush():
-    (flush,) = partition([layer()] * 4, pcs_of(3000, 3000), 8, link=LINK).pipelines
-    (no_flush,) = partition([layer()] * 4, pcs_of(3000, 3000), 8, link=LINK, schedule="2bw").pipelines
-    assert no_flush.stages[0].memory_bytes - flush.stages[0].memory_bytes == 500
+@pytest.mark.parametrize(("schedule", "more"), [(Schedule("2bw"), 1000), (Schedule("2bw", predicts=False), 500)])
+def test_two_versions_of_the_parameters_need_memory_without_flush_and_a_prediction_a_third(schedule, more):
+    (flush,) = partition([layer()] * 4, pcs_of(4000, 4000), 8, link=LINK, pcs_per_pipeline=2).pipelines
+    (no_flush,) = partition(
+        [layer()] * 4, pcs_of(4000, 4000), 8, link=LINK, schedule=schedule, pcs_per_pipeline=2
+    ).pipelines
+    assert no_flush.stages[0].memory_bytes - flush.stages[0].memory_bytes == more
 
 
 def test_a_thin_wire_is_named():

@@ -234,7 +234,7 @@ def simulated_row(
         row: dict[str, float | None] = {}
         for boundary in dict.fromkeys((*BOUNDARIES, options.boundary)):
             coded = segments_of(replace(options, boundary=boundary), question)
-            schedule = Schedule(name, depth)
+            schedule = Schedule(name, depth, predicts=False)  # what takes least memory
             planned = predict(ModelCosts(coded, schedule, options.micro_batches, link), stages)
             fits = all(one.memory_bytes <= by_name[one.pc].memory_bytes for one in planned.stages)
             row[boundary] = _simulated(schedule, planned, coded, link) if fits else None

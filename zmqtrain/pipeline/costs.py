@@ -172,7 +172,7 @@ class ModelCosts:
         times are not known."""
         times = [one.seconds_on(pc) for one in self.segments]
         forward, backward = (_sums([passes[which] for passes in times]) for which in (0, 1))
-        stays = self.held + (self.schedule.versions_held - 1) * self.parameters
+        stays = self.held + (self.schedule.copies_held - 1) * self.parameters
         carries = (most_in_flight + 1) * self.carry_in + self.carry_out
         cards, rate = pc.cards, pc.card_bytes_per_second
         if cards == 1:

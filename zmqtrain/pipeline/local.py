@@ -47,7 +47,8 @@ class LocalPipeline:
         numbers = range(len(stages))
         self._machines = [StageMachine(self.schedule, n, len(stages), stages.micro_batches) for n in numbers]
         own = stages.own(params)
-        self._runs = [StageRun(stages[n], own[n], stages.micro_batches, optimizer) for n in numbers]
+        predicts = self.schedule.predicts and not self.schedule.flushes
+        self._runs = [StageRun(stages[n], own[n], stages.micro_batches, optimizer, predicts=predicts) for n in numbers]
         self._clip_norm = check_clip_norm(clip_norm)
         self._groups = [frozenset(numbers)] if self._clip_norm else _tied_groups(stages)
         self._boundary = Boundary(codec)

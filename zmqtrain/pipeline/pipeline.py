@@ -146,7 +146,9 @@ class Pipeline:
         self.comm, self.stages, self.stage = comm, stages, stages[self.ranks.index(comm.rank)]
         self.schedule, self.boundary = as_schedule(schedule), Boundary(codec)
         own = jax.tree.map(jnp.array, own)  # a copy, for the updates are in place
-        self.run = StageRun(self.stage, own, stages.micro_batches, optimizer, in_place=self.schedule.flushes)
+        flushes = self.schedule.flushes
+        predicts = self.schedule.predicts and not flushes
+        self.run = StageRun(self.stage, own, stages.micro_batches, optimizer, in_place=flushes, predicts=predicts)
         """What computes; it knows no wire."""
         self.statistics = PipelineStatistics()
         self.spans: list[Span] | None = [] if recorded else None
@@ -163,7 +165,7 @@ class Pipeline:
         self._losses: dict[int, float] = {}
         try:
             depth = f"schedule {self.schedule.name}, depth {self.schedule.depth}, codec {self.boundary.codec}"
-            depth += f", clip_norm {self._clip_norm:g}"
+            depth += f", clip_norm {self._clip_norm:g}" + ", predicts" * predicts
             check_terms(comm, f"{depth}, {terms_of(stages)}, stages at {' '.join(map(str, self.ranks))}")
         except BaseException:
             self.close()
@@ -209,6 +211,7 @@ class Pipeline:
         number = placement.ranks.index(comm.rank)
         logger.info("%s", placement)
         own = placement.stages[number].init(init_fn, first)
+        schedule = placement.measured.schedule
         pipeline = cls(comm, placement.stages, own, optimizer, schedule=schedule, ranks=placement.ranks, **settings)
         pipeline.placement = placement
         return pipeline

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from zmqtrain.collectives.communicator import Communicator
-from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.errors import ConfigError, DoesNotFit
 from zmqtrain.core.installed import free_memory
 from zmqtrain.pipeline.boundary import Boundary
 from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
@@ -76,10 +76,16 @@ class Measured:
     link: LinkModel | None
 
     def placed(self, pcs: Sequence[PC]) -> Placement:
-        """Return the plan for these PCs, in the order of the ranks that are to train. Raises DoesNotFit."""
-        of_all = partition(
-            self.costs, pcs, self.batches.count, schedule=self.schedule, link=self.link, pcs_per_pipeline=len(pcs)
-        )
+        """Return the plan for these PCs, in the order of the ranks that are to train; one of 2bw without prediction if
+        they cannot hold the copy that it takes. Raises DoesNotFit."""
+        try:
+            of_all = partition(
+                self.costs, pcs, self.batches.count, schedule=self.schedule, link=self.link, pcs_per_pipeline=len(pcs)
+            )
+        except DoesNotFit:
+            if self.schedule.copies_held == self.schedule.versions_held:
+                raise
+            return replace(self, schedule=replace(self.schedule, predicts=False)).placed(pcs)
         plan, batches = of_all.pipelines[0], self.batches
         positions = [self.segments.cuts[stage.begin - 1].position for stage in plan.stages[1:]]
         stages = split(

@@ -39,10 +39,14 @@ class Schedule:
     2bw: as 1f1b, but a stage begins step n + 1 while step n is in flight: the update of step n is in the parameters
     from step n + 2 on, at every stage, and a stage holds two versions of its parameters.
     depth: how many micro-batches may be in flight at a stage; gpipe always has all of a step.
+    predicts: in 2bw a step computes with what its parameters will be when its update comes: what the last update has
+    changed is added once more, for the one that is in flight (weight prediction: Chen et al. 2018, SpecTrain). It costs
+    a third copy of the parameters.
     """
 
     name: ScheduleName = "1f1b"
     depth: Depth = "eager"
+    predicts: bool = True
 
     def __post_init__(self) -> None:
         for field, value, kinds in (("schedule", self.name, ScheduleName), ("depth", self.depth, Depth)):
@@ -56,8 +60,13 @@ class Schedule:
 
     @property
     def versions_held(self) -> int:
-        """How many versions of its parameters a stage holds at most."""
+        """How many versions of its parameters a stage computes with at most."""
         return 1 if self.flushes else 2
+
+    @property
+    def copies_held(self) -> int:
+        """How many copies of its parameters a stage holds at most."""
+        return self.versions_held + (self.predicts and not self.flushes)
 
     def most_in_flight(self, stage: int, stages: int, micro_batches: int) -> int:
         """Return K_s: how many micro-batches have had their forward and not their backward pass at a stage, at most."""

@@ -27,7 +27,7 @@ class StageRun:
 
     stage, own: the stage, and its own parameters.  micro_batches: of each step.  optimizer: of the own parameters;
     None: they stay.  in_place: an update makes the next version in the memory of the last, which nobody else may use
-    then; so it may not be with a schedule that holds two versions.
+    then; so it may not be with a schedule that holds two versions.  predicts: see `Schedule`.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class StageRun:
         micro_batches: int,
         optimizer: optax.GradientTransformation | None = None,
         in_place: bool = False,
+        predicts: bool = False,
     ) -> None:
-        self.stage, self.micro_batches, self.optimizer, self.in_place = stage, micro_batches, optimizer, in_place
+        self.stage, self.micro_batches, self.optimizer = stage, micro_batches, optimizer
+        self.in_place, self.predicts = in_place, predicts
         self.optimizer_state = None if optimizer is None else optimizer.init(own)
+        self.own = own
+        """The newest version of its own parameters."""
         self._versions = {0: own}
+        """What passes compute with, by version."""
         self._data: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._kept: dict[tuple[int, int], Arrays] = {}
         self._gradients: dict[int, Any] = {}
         self._losses: dict[int, jax.Array] = {}
 
-    @property
-    def own(self) -> Any:
-        """The newest version of its own parameters."""
-        return self._versions[max(self._versions)]
-
     def go_on_from(self, own: Any) -> None:
         """Take these values for the newest version, between steps."""
-        self._versions[max(self._versions)] = own
+        self.own = self._versions[max(self._versions)] = own
 
     @property
     def carries_kept(self) -> int:
@@ -127,10 +127,10 @@ class StageRun:
         """Apply the gradient of a step: version `version` + 1 of the parameters is made of the newest, `version`.
         Without an optimizer they are the same; with one, the memory of the old parameters becomes theirs, or else that
         of the gradient."""
-        own = self._versions[version]
+        before = self.own
         if self.optimizer is not None:
-            own, self.optimizer_state = computed(self._updated(own, gradients, self.optimizer_state))
-        self._versions[version + 1] = own
+            self.own, self.optimizer_state = computed(self._updated(before, gradients, self.optimizer_state))
+        self._versions[version + 1] = computed(self._expected(self.own, before)) if self.predicts else self.own
 
     def drop_versions(self, used: Sequence[int]) -> None:
         """Forget the versions of the parameters that no micro-batch needs any more."""
@@ -155,6 +155,10 @@ class StageRun:
             lambda gradients, scale: jax.tree.map(lambda leaf: (leaf * scale).astype(leaf.dtype), gradients),
             donate_argnums=0,
         )
+
+    @cached_property
+    def _expected(self) -> Any:
+        return jax.jit(lambda own, before: jax.tree.map(lambda new, old: new + (new - old), own, before))
 
     @cached_property
     def _updated(self) -> Any:
