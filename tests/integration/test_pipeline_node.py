@@ -22,7 +22,7 @@ from zmqtrain.pipeline import pipeline_node
 from zmqtrain.programs.text import TextProgram
 
 MICRO_BATCHES = 4
-PROGRAM = TextProgram(width=16, layers=4, heads=2, context=16, batch=8, tied=True, clip=0.0)
+PROGRAM = TextProgram(width=16, layers=2, heads=2, context=16, batch=8, tied=True, clip=0.0)
 SGD = optax.sgd(0.1)
 EXACT = zt.RunSettings(
     every=1, delay=0, codec="float32", broadcast_codec="float32", release="bounded:staleness=0", initial="founder"
@@ -36,7 +36,7 @@ class Leaves(Exception):
 
 @pytest.fixture(autouse=True)
 def compile_little(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pipeline_node, "MOST_PARTS", 6)
+    monkeypatch.setattr(pipeline_node, "MOST_PARTS", 4)
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -181,13 +181,13 @@ def test_a_pc_that_leaves_has_all_send_what_is_pending_and_one_that_waits_takes_
                 name=name, codec="float32", patient=True,
             ) as node:  # fmt: skip
                 losses, sizes = [], []
-                while not node.ended and len(sizes) < 200 and not (len(set(sizes)) > 1 and sizes[-3:] == [2] * 3):
+                while not node.ended and not (sizes[-3:] == [2] * 3 and (name == "third" or 1 in sizes)):
                     if name == "first" and len(losses) == 2:
                         node.leave()
-                    losses.append(node.step(batches[len(losses) % len(batches)]))
                     sizes.append(node.comm.size)
                     if sizes[-1] == 1:
                         waiting.set()
+                    losses.append(node.step(batches[len(losses) % len(batches)]))
                 found[name] = losses, sizes, node.ended, node.recoveries, broker.broker.hub.samples
 
         with ThreadPoolExecutor(3) as pool:
@@ -195,8 +195,7 @@ def test_a_pc_that_leaves_has_all_send_what_is_pending_and_one_that_waits_takes_
     first, second, third = found["first"], found["second"], found["third"]
     assert first[2] and len(first[0]) == 3  # it has left, after the step in which it was told to
     assert first[4] == 3 * 8  # and nothing was lost: three steps of eight samples are in the shared parameters
-    assert second[3] == [("first",)] and 1 in second[1] and second[1][-1] == 2
-    assert third[1][-1] == 2
+    assert second[3] == [("first",)] and third[1] == [2] * 3
 
 
 def test_a_node_with_the_whole_model_is_told_what_the_run_is(batches: list[Any]) -> None:
