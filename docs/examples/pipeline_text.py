@@ -26,8 +26,9 @@ def train(comm, options):
     batches = [batch for unit in range(options.steps) for batch in program.batches(unit)][: options.steps]
     with zt.Pipeline.create(
         comm, program.loss, program.init, program.optimizer(), batches[0],
-        micro_batches=options.micro_batches, key=0, codec=options.codec, recorded=True,
+        micro_batches=options.micro_batches, key=0, codec=options.codec,
     ) as pipeline:  # fmt: skip
+        pipeline.record()
         if comm.rank == 0:
             print(pipeline.placement, flush=True)
         for step, loss in enumerate(pipeline.steps(batches), 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from zmqtrain.codecs.fragment import PartLayout, layout_of
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import LeafSpec, PeerId, Piece, leaves_of_parts, piece_of
+from zmqtrain.core.types import LeafSpec, PeerId, Piece, fault_of_pieces, leaves_of_parts, piece_of
 from zmqtrain.protocol.effects import Accumulate, Dismiss, Found, Reduce, SendTo
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import MemberState
@@ -225,19 +226,24 @@ def test_shares_cover_the_model_each_part_once():
     assert not is_covered([share(0, 3), share(2, 4)])
 
 
-def test_a_turn_that_lacks_a_part_is_refused_when_the_next_one_brings_that_part():
+def test_a_turn_that_lacks_a_part_for_good_is_refused():
     turns, share = Turns(), Share("p", 0, 2, 2)
 
     def publish(sequence: int, fragment: int, turn: int) -> Publish:
         return Publish(sequence, sequence, 0, fragment, "float32", (8,), 1, 1, 0.0, turn=turn)
 
-    assert turns.add(share, PeerId("a"), publish(0, 0, 1)) == ((), [])
-    whole, refused = turns.add(share, PeerId("b"), publish(0, 1, 2))
-    assert not whole and [one.turn for _, one in refused] == [1]  # part 1 of the first turn will not come any more
-    whole, refused = turns.add(share, PeerId("b"), publish(1, 1, 3))
-    assert not whole and not refused
-    whole, refused = turns.add(share, PeerId("a"), publish(1, 0, 3))
-    assert [one.turn for _, one in whole] == [3, 3] and [one.turn for _, one in refused] == [2]
+    def told(found: tuple[Sequence[Any], Sequence[Any]]) -> tuple[list[int], list[int]]:
+        whole, refused = found
+        return [one.turn for _, one in whole], [one.turn for _, one in refused]
+
+    assert told(turns.add(share, PeerId("a"), publish(0, 0, 1))) == ([], [])
+    assert told(turns.add(share, PeerId("b"), publish(0, 1, 2))) == ([], [1])  # its part 1 will not come any more
+    assert told(turns.add(share, PeerId("b"), publish(1, 1, 3))) == ([], [])
+    assert told(turns.add(share, PeerId("a"), publish(1, 0, 3))) == ([3, 3], [2])
+    assert told(turns.add(share, PeerId("a"), publish(2, 0, 3))) == ([], [3])  # it does not rise
+    assert told(turns.add(share, PeerId("a"), publish(3, 0, 4))) == ([], [])
+    assert [one.turn for _, one in turns.refuse(share, publish(2, 1, 4))] == [4]
+    assert told(turns.add(share, PeerId("a"), publish(4, 0, 4))) == ([], [4])
     assert not turns.forget("p")
 
 
@@ -351,8 +357,102 @@ def test_the_others_parts_are_refused_with_a_part_that_is():
     world.do(world.hub.broken(second, other.transfer, "codec", "it cannot be read", 0.0))
     assert {(first, one.sequence), (second, other.sequence)} <= world.refused
     assert (first, one.sequence) not in world.held  # the hub keeps nothing of it
+    late = world.announce(first, 1, 1, 1.0)  # and takes no part of it that comes later
+    world.whole(first, late)
+    assert (first, late.sequence) in world.refused and not world.hub.waiting
+    world.turns["one"] = 1
     world.turn("one", [first, second], 2.0)  # the next one counts
     assert world.hub.version == 1
+
+
+def test_a_part_that_comes_twice_in_a_turn_counts_once_and_is_kept_once():
+    world, (first, second) = begun()
+    one, again = (world.announce(first, 1, 0, 1.0) for _ in range(2))
+    world.whole(first, one)
+    world.whole(first, again)
+    assert world.refused == {(first, again.sequence)} and (first, again.sequence) not in world.held
+    for peer, part in ((first, 1), (second, 2), (second, 3)):
+        world.whole(peer, world.announce(peer, 1, part, 1.0))
+    assert world.hub.version == 1 and (first, one.sequence) in world.landed
+
+
+def test_pcs_whose_turns_have_come_apart_find_each_other_again():
+    world, (first, second) = begun()
+    for part in (2, 3):
+        world.whole(second, world.announce(second, 50, part, 1.0))
+    for turn in (20, 35):  # refused at once: the first one tries the next
+        for part in (0, 1):
+            publish = world.announce(first, turn, part, 1.0)
+            world.whole(first, publish)
+            assert (first, publish.sequence) in world.refused
+    for part in (0, 1):
+        world.whole(first, world.announce(first, 50, part, 1.0))
+    assert world.hub.version == 1
+
+
+@pytest.mark.parametrize("holds", [None, (2, 3)])
+def test_a_pc_that_connects_again_ends_the_turns_of_which_a_part_was_in_flight(holds):
+    world, (first, second) = begun()
+    here = world.announce(first, 1, 0, 1.0)
+    world.whole(first, here)
+    world.announce(second, 1, 2, 1.0)  # in flight
+    share = world.shares[second] if holds is None else Share("another", *holds, PARTS)
+    world.hello(second, share)
+    assert (first, here.sequence) in world.refused and not world.hub.waiting
+    if holds is None:
+        world.fetch(second)
+        world.turns["one"] = 1
+        world.turn("one", [first, second], 1.0)
+        assert world.hub.version == 1
+
+
+def test_a_turn_is_of_pipelines_and_of_each_of_their_deltas():
+    world, (first, _) = begun()
+    assert world.announce(first, -1, 0, 1.0) is None and world.seen["refused"] == 1
+    hub = Hub(RunSettings(codec="float32", initial="founder"), release_rule_from_spec("immediately"), "run-1")
+    hub.begin_with((LeafSpec("w", (4,), "float32"),))
+    hub.receive(PeerId("a#1"), Hello("a"), 0.0)
+    hub.receive(PeerId("a#1"), Fetch(model=(("w", (4,), "float32"),)), 0.0)
+    publish = Publish(1, 0, 0, 0, "float32", (32,), 1, 1, 0.0, turn=3)
+    (refused,) = hub.receive(PeerId("a#1"), publish, 0.0)
+    assert refused.message.reason == "turn"
+
+
+def test_a_pipeline_that_loses_a_pc_while_it_founds_the_run_holds_up_nobody():
+    world = World("immediately")
+    first, second = world.join("one", (0, 2, PARTS))
+    world.found(first)
+    world.lose(second)
+    others = world.join("two", (0, 1, PARTS))
+    assert {world.hub.members[peer].state for peer in others} == {MemberState.FOUNDING}
+    for peer in others:
+        world.found(peer)
+    assert world.hub.version == 0 and world.seen["founded"] == 1
+    assert world.hub.members[first].state is MemberState.LIVE  # it is sent what the others have begun with
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (Piece(2, 2, "layers", (3, 4)), "are not all of its rows"),
+        (Piece(2, 2, "layers", (1, 2)), "are not all of its rows"),
+        (Piece(2, 2, "other", (2, 3)), "are of several leaves"),
+    ],
+)
+def test_pieces_that_make_no_leaf_found_no_run_and_their_pipeline_is_told(changed, says):
+    assert not fault_of_pieces(MODEL)
+    model = tuple(LeafSpec(changed.name, leaf.shape, leaf.dtype) if leaf is MODEL[2] else leaf for leaf in MODEL)
+    assert says in fault_of_pieces(model)
+
+
+def test_parts_of_other_numbers_than_the_pc_holds_send_it_away():
+    world = World("immediately")
+    peer = PeerId("one-0#1")
+    world.hello(peer, Share("one", 0, 2, PARTS))
+    wire = model_to_wire(leaves_of_parts(MODEL, 2, 4))
+    effects = world.hub.receive(peer, Fetch(model=wire), 0.0)
+    assert any(isinstance(one, SendTo) and isinstance(one.message, Refused) for one in effects)
+    assert peer not in world.hub.members
 
 
 def test_a_lost_pc_takes_the_turns_that_are_not_whole_with_it():
@@ -413,7 +513,8 @@ def test_in_every_version_all_parameters_have_the_same_turns(data):
     for number in range(data.draw(st.integers(5, 40))):
         world.now += data.draw(st.sampled_from([0.0, 0.01, 0.6]))
         names = sorted(pipelines)
-        choice = data.draw(st.sampled_from(["offer", "offer", "arrive", "arrive", "arrive", "break", "lose", "join"]))
+        choices = ["offer", "offer", "arrive", "arrive", "arrive", "break", "lose", "join", "again"]
+        choice = data.draw(st.sampled_from(choices))
         if choice == "join" or not names:
             name = f"p{number}"
             pipelines[name] = world.join(name, data.draw(st.sampled_from(cuts)))
@@ -429,6 +530,11 @@ def test_in_every_version_all_parameters_have_the_same_turns(data):
                     if data.draw(st.integers(0, 9)) and peer in world.hub.members:
                         publish = world.announce(peer, turn, part, value)
                         flying.setdefault(name, []).extend([] if publish is None else [(peer, publish)])
+        elif choice == "again":  # one connects again, and what it had in flight is lost
+            peer = data.draw(st.sampled_from(peers))
+            flying[name] = [one for one in flying.get(name, []) if one[0] != peer]
+            world.hello(peer, world.shares[peer])
+            world.fetch(peer)
         elif choice == "lose":
             world.lose(data.draw(st.sampled_from(peers)))
             for peer in peers:  # the others notice, and leave
@@ -457,3 +563,15 @@ def test_in_every_version_all_parameters_have_the_same_turns(data):
     waiting = {(peer, one.sequence) for peer, one in world.hub.waiting}
     for key in world.publishes:
         assert key in world.landed | world.refused | waiting or key[0] not in world.hub.members
+
+
+def test_a_plan_counts_pipelines_and_the_bytes_of_one_port(monkeypatch):
+    world, _ = begun()
+    world.join("two", (0, 1, PARTS))
+    seen = []
+    monkeypatch.setattr(world.hub.replanning, "look", lambda *told: seen.append(told))
+    world.hub.news = True
+    world.hub.tick(0.1)
+    ((_, model, nodes, _),) = seen
+    assert [one.peer for one in nodes] == ["one-0#1", "two-0#1"]
+    assert model == leaves_of_parts(MODEL, 1, PARTS)  # the largest share, of those that one port carries

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.transport.address import parse_addresses, say_unreachable
+from zmqtrain.transport.address import answers, parse_addresses, say_unreachable
 
 FIRST, SECOND = "tcp://pc1:5555", "tcp://pc2:5556"
 
@@ -25,3 +27,10 @@ def test_a_list_with_what_is_no_address_to_connect_to_or_with_too_many_is_refuse
 
 def test_who_finds_no_broker_is_told_where_it_was_looked_for() -> None:
     assert f"answers at {FIRST} or {SECOND} (waited 5 s)" in say_unreachable([FIRST, SECOND], 5.0, "")
+
+
+def test_an_address_answers_where_something_listens():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert answers(f"tcp://127.0.0.1:{port}", 5.0)
+    assert not answers(f"tcp://127.0.0.1:{port}", 5.0)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GROUP = "pipeline"
+WAIT_SECONDS = 600.0
+"""A PC of a pipeline is waited for so long: it may compile."""
 MOST_AUTO = 64
 """Of more PCs than this no pipeline is made by itself."""
 MARGIN = 1.25
@@ -90,6 +92,11 @@ def train_in_pipeline(config: NodeConfig, access: Access, interruption: Interrup
 
     check_flags(config)
     settings = settings_of_run(config, access)
+    if not settings.pipeline:
+        raise ConfigError(
+            "the pipelines of this run are a script's (zt.PipelineNode), not its broker's (--pipeline): start the "
+            "script here, too"
+        )
     program = load_run_program(settings, config.data, config.hub)
     optimizer, clip_norm = optimizer_of(program)
     memory = int(MEMORY_SHARE * parse_bytes(config.card_memory, "card_memory")) if config.card_memory else None
@@ -104,12 +111,18 @@ def train_in_pipeline(config: NodeConfig, access: Access, interruption: Interrup
         """The arguments of each connection: this PC joins again when its pipeline has lost a PC."""
         for one in recorders:
             one.close()
-        given: dict[str, Any] = {"codec_on": config.codec_on, "link": config.link, "share": config.share}
+        given: dict[str, Any] = {
+            "codec_on": config.codec_on,
+            "link": config.link,
+            "share": config.share,
+            "timeout_seconds": config.wait_seconds,
+        }
         if config.record is not None:
             recorders[:] = [NodeRecorder(config.record, {**process_facts(), "data": config.data})]
             given["events"] = recorders[0]
         return given
 
+    manager.ready(f"a PC of a pipeline at {config.hub}")
     logger.info("this run trains with pipelines of %d PCs: this one waits for as many as are missing", pcs)
     began, steps, loss = time.monotonic(), 0, math.nan
     node = PipelineNode.join(
@@ -125,13 +138,12 @@ def train_in_pipeline(config: NodeConfig, access: Access, interruption: Interrup
         group=GROUP,
         name=config.name or None,
         keys=access,
-        timeout_seconds=config.wait_seconds,
+        timeout_seconds=max(WAIT_SECONDS, config.wait_seconds),
         patient=True,
         node_options=options,
         clip_norm=clip_norm,
     )
     interruption.goodbyes.insert(0, node.close)
-    manager.ready(f"{node.name}: a PC of a pipeline at {config.hub}")
     try:
         title = f"{node.name}: training {program.name} at {config.hub}, in a pipeline of {node.comm.size}"
         with Display(node, title) as interruption.display:

@@ -177,6 +177,31 @@ def leaves_of_parts(model: ModelSpec, first: int, end: int) -> ModelSpec:
     return tuple(leaf for leaf, part in zip(model, parts_of(model), strict=True) if first <= part < end)
 
 
+def fault_of_pieces(model: ModelSpec) -> str:
+    """Return why the pieces of a model make no whole leaves, for people; "" if they do."""
+    found: dict[int, list[tuple[Piece, LeafSpec]]] = {}
+    for leaf in model:
+        if (piece := piece_of(leaf.path)) is None:
+            return f"{leaf} is no piece of a leaf"
+        found.setdefault(piece.number, []).append((piece, leaf))
+    for number, own in found.items():
+        paths = {piece.path for piece, _ in own}
+        forms = {(leaf.shape[1:], leaf.dtype) for _, leaf in own}
+        if len(paths) > 1 or len(forms) > 1:
+            return f"the pieces of leaf {number} are of several leaves: {', '.join(str(leaf) for _, leaf in own[:2])}"
+        rows = sorted(piece.rows for piece, _ in own if piece.rows is not None)
+        sizes = {piece.rows: leaf.shape[:1] for piece, leaf in own}
+        whole = len(own) == 1 and not rows
+        ends = [0, *(end for _, end in rows)]
+        if not whole and (
+            len(rows) < len(own)
+            or [start for start, _ in rows] != ends[:-1]
+            or any(sizes[one] != (one[1] - one[0],) for one in rows)
+        ):
+            return f"the pieces of the leaf {own[0][0].path} are not all of its rows, each once"
+    return ""
+
+
 def spec_to_plain(spec: ModelSpec) -> list[list[Any]]:
     """Return a model's description as JSON can hold it."""
     return [[leaf.path, list(leaf.shape), leaf.dtype] for leaf in spec]

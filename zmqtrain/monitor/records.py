@@ -93,7 +93,9 @@ def release_facts(
     contributions: in the order in which they were accumulated.  codec, frames: how the aggregate was coded, if that is
     to be told: "crc" is of the frames, per fragment.  left_out: contributions that the norm gate left out of the sum.
     """
+    turns = {(one.node, one.turn) for one in left_out if one.node}  # of a pipeline's delta all parts are left out
     out = {(one.peer, one.sequence) for one in left_out}
+    out |= {(one.peer, one.sequence) for one in reduce.contributions if (one.node, one.turn) in turns}
     facts = {
         "version": reduce.version,
         "live": reduce.live,

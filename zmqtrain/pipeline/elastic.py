@@ -46,7 +46,7 @@ from zmqtrain.collectives.group import Request
 from zmqtrain.core.errors import ConfigError, NonFiniteDelta, PeerLost, StageLost
 from zmqtrain.pipeline.local_values import Rows
 from zmqtrain.pipeline.pipeline import Pipeline
-from zmqtrain.pipeline.placement import Placement, place
+from zmqtrain.pipeline.placement import Placement, Training
 from zmqtrain.pipeline.schedule import ScheduleName, as_schedule
 from zmqtrain.pipeline.stage import HeldLeaf, Stage
 from zmqtrain.pipeline.trace import Loss
@@ -194,26 +194,16 @@ class ElasticPipeline:
             raise ConfigError(f"an elastic pipeline ends each step on all stages, and {rule.name} does not: take 1f1b")
         if copy_every < 1:
             raise ConfigError(f"copy_every is a number of steps, 1 or more, got {copy_every}")
-        first = jax.random.key(0) if key is None else key
-        placement = place(
-            comm,
-            loss_fn,
-            jax.eval_shape(init_fn, first),
-            optimizer,
-            batch,
-            micro_batches=micro_batches,
-            uncut=uncut,
-            schedule=rule,
-            codec=settings.get("codec", "bf16"),
-            memory_bytes=memory_bytes,
-            copies=_COPIES,
-        )
+        training = Training(
+            loss_fn=loss_fn, init_fn=init_fn, optimizer=optimizer, batch=batch, micro_batches=micro_batches, key=key,
+            uncut=uncut, memory_bytes=memory_bytes, schedule=rule, codec=settings.get("codec", "bf16"),
+        )  # fmt: skip
+        placement = training.place(comm, copies=_COPIES)
         number, stages = placement.ranks.index(comm.rank), placement.stages
         before = None
         if comm.size > 1:  # first, so that both stages are never on the card at the same time
-            neighbour = stages[(number - 1) % comm.size]
-            before = _Copy(flat(neighbour.init(init_fn, first)), 0)
-        own = _Copy(flat(stages[number].init(init_fn, first)), 0)
+            before = _Copy(flat(training.init(stages[(number - 1) % comm.size])), 0)
+        own = _Copy(flat(training.init(stages[number])), 0)
         measured_ranks = tuple(range(comm.size))
         layout = _Layout(epoch=0, comm=comm, measured_ranks=measured_ranks, placement=placement, own=own, before=before)
         logger.info("%s", placement)

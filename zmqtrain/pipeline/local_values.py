@@ -52,6 +52,22 @@ class Rows(NamedTuple):
         return max(0, min(self.stop, other.stop) - max(self.start, other.start))
 
 
+OVERLAP = "the leaf {} is used at places that overlap in its middle: untie it, so that each place has rows of its own"
+
+
+def free_rows(rows: Rows, taken: Iterable[Rows]) -> list[Rows]:
+    """Return the rows that are in none of the others, as ranges."""
+    free = [rows]
+    for other in taken:
+        free = [
+            Rows(*part)
+            for low, high in free
+            for part in ((low, min(high, other.start)), (max(low, other.stop), high))
+            if part[0] < part[1]
+        ]
+    return free
+
+
 def all_rows(leaf: Var) -> Rows:
     """Return the rows of a whole value."""
     return Rows(0, form_of(leaf).shape[0] if form_of(leaf).shape else 1)

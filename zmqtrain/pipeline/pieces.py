@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import Array, LeafSpec, ModelSpec, Piece
-from zmqtrain.pipeline.local_values import Rows
+from zmqtrain.pipeline.local_values import OVERLAP, Rows, free_rows
 from zmqtrain.pipeline.stage import HeldLeaf, Stage
 from zmqtrain.protocol.pipelines import Share
 
@@ -61,21 +61,18 @@ class Parts:
 def parts_of_segments(segments: Sequence[Stage]) -> Parts:
     """Return the parts of a loss that is cut in segments. Raises ConfigError for a leaf of which segments hold rows in
     a way that leaves none of them in one piece."""
-    taken: dict[int, list[tuple[int, int]]] = {}
+    taken: dict[int, list[Rows]] = {}
     parts: list[tuple[Piece, ...]] = []
     owners: list[int] = []
     for number, segment in enumerate(segments):
         pieces: list[Piece] = []
         for leaf in segment.held:
             rows = _rows(leaf)
-            free = _free(rows, taken.get(leaf.number, []))
+            free = free_rows(rows, taken.get(leaf.number, []))
             if len(free) > 1:
-                raise ConfigError(
-                    f"the leaf {leaf.whole.path} is used at places that overlap in its middle: untie it, so that each "
-                    "place has rows of its own"
-                )
+                raise ConfigError(OVERLAP.format(leaf.whole.path))
             for start, end in free:
-                taken.setdefault(leaf.number, []).append((start, end))
+                taken.setdefault(leaf.number, []).append(Rows(start, end))
                 whole = not leaf.whole.shape or (start, end) == (0, leaf.whole.shape[0])
                 place = None if whole else (start, end)
                 pieces.append(Piece(len(parts), leaf.number, leaf.whole.path, place))
@@ -83,16 +80,6 @@ def parts_of_segments(segments: Sequence[Stage]) -> Parts:
             parts.append(tuple(sorted(pieces, key=lambda one: one.name)))
             owners.append(number)
     return Parts(tuple(parts), tuple(owners))
-
-
-def _free(rows: Rows, taken: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the rows that are in none of the ranges, as ranges."""
-    free = [(rows.start, rows.stop)]
-    for start, end in taken:
-        free = [
-            part for low, high in free for part in ((low, min(high, start)), (max(low, end), high)) if part[0] < part[1]
-        ]
-    return free
 
 
 def _rows(leaf: HeldLeaf) -> Rows:

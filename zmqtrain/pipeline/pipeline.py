@@ -46,7 +46,7 @@ from zmqtrain.core.errors import CollectiveTimeout, ConfigError, PeerLost, ZmqTr
 from zmqtrain.monitor.records import record
 from zmqtrain.pipeline.boundary import Boundary, Values
 from zmqtrain.pipeline.coupling import check_clip_norm, check_separable
-from zmqtrain.pipeline.placement import Placement, check_terms, place, terms_of
+from zmqtrain.pipeline.placement import Placement, Training, check_terms, terms_of
 from zmqtrain.pipeline.schedule import (
     NO_MICRO_BATCH,
     Schedule,
@@ -69,6 +69,12 @@ _TAGS: dict[_Kind, int] = {
     "carry": 1 << 40, "cotangent": 2 << 40, "loss": 3 << 40, "tied": 4 << 40, "own": 5 << 40, "squares": 11 << 40,
 }  # fmt: skip
 """Tags of a pipeline's messages; a user of the same communicator takes smaller ones."""
+LATE_GRADIENTS = (
+    "2bw: gradients are a step old. What that has cost the program text in 600 steps, held-out loss beside 1f1b: "
+    "{} more with AdamW, {} with Muon; without prediction (a third copy of the parameters) {} and {}. Watch the loss "
+    "(bench/pipeline.py --learning)"
+)
+"""What a run without flush is told: see docs/results.md."""
 _AHEAD = 4
 """Receives posted before their messages are needed."""
 _SAY_SECONDS = 10.0
@@ -110,8 +116,8 @@ class Pipeline:
     own: the stage's own parameters (`stages[comm.rank].init`, or `.own` of a whole tree).  optimizer: of the own
     parameters; None: they stay.  schedule: "1f1b", "gpipe", "2bw", or a `Schedule`.  codec: of what travels: "bf16",
     "int8", "int4", or "float32", which changes nothing.  ranks: of each stage, the rank that computes it; None: stage r
-    is at rank r.  recorded: keep `spans`, each task and each wait with its times.  clip_norm: the largest norm of the
-    gradients of all stages together, as optax.clip_by_global_norm has it; 0: they are not clipped.
+    is at rank r.  clip_norm: the largest norm of the gradients of all stages together, as optax.clip_by_global_norm has
+    it; 0: they are not clipped.
 
     Raises ConfigError for another number of ranks, for settings in which the ranks differ, for an optimizer that looks
     at several leaves at once, and as `Split` and `Schedule` do.
@@ -130,7 +136,6 @@ class Pipeline:
         schedule: ScheduleName | Schedule = "1f1b",
         codec: str = "bf16",
         ranks: Sequence[int] | None = None,
-        recorded: bool = False,
         clip_norm: float = 0.0,
     ) -> None:
         if comm.size != len(stages):
@@ -148,12 +153,15 @@ class Pipeline:
         own = jax.tree.map(jnp.array, own)  # a copy, for the updates are in place
         flushes = self.schedule.flushes
         predicts = self.schedule.predicts and not flushes
+        if not flushes and comm.rank == 0:
+            logger.warning("%s", LATE_GRADIENTS)
         self.run = StageRun(self.stage, own, stages.micro_batches, optimizer, in_place=flushes, predicts=predicts)
         """What computes; it knows no wire."""
         self.statistics = PipelineStatistics()
-        self.spans: list[Span] | None = [] if recorded else None
-        """Tasks and waits so far, if they are recorded."""
+        self.spans: list[Span] | None = None
+        """Tasks and waits, with their times, since `record` was called."""
         self._clip_norm = check_clip_norm(clip_norm)
+        self._counted = stages.counted_rows(self.stage.number) if self._clip_norm else ()
         self._machine = StageMachine(self.schedule, self.stage.number, comm.size, stages.micro_batches)
         self._sender = ThreadPoolExecutor(1, "zmqtrain-pipeline-sender")
         self._receiver = ThreadPoolExecutor(1, "zmqtrain-pipeline-receiver")
@@ -194,23 +202,14 @@ class Pipeline:
         PC; None: nine tenths of what its card has, or of what is free.  settings: as of `Pipeline`.
         Raises DoesNotFit if these PCs cannot hold the model, ConfigError as `split` and `Pipeline`.
         """
-        first = jax.random.key(0) if key is None else key
-        schedule = as_schedule(settings.pop("schedule", "1f1b"))
-        placement = place(
-            comm,
-            loss_fn,
-            jax.eval_shape(init_fn, first),
-            optimizer,
-            batch,
-            micro_batches=micro_batches,
-            uncut=uncut,
-            schedule=schedule,
+        training = Training(
+            loss_fn=loss_fn, init_fn=init_fn, optimizer=optimizer, batch=batch, micro_batches=micro_batches, key=key,
+            uncut=uncut, memory_bytes=memory_bytes, schedule=as_schedule(settings.pop("schedule", "1f1b")),
             codec=settings.get("codec", "bf16"),
-            memory_bytes=memory_bytes,
-        )
-        number = placement.ranks.index(comm.rank)
+        )  # fmt: skip
+        placement = training.place(comm)
         logger.info("%s", placement)
-        own = placement.stages[number].init(init_fn, first)
+        own = training.init(placement.stages[placement.ranks.index(comm.rank)])
         schedule = placement.measured.schedule
         pipeline = cls(comm, placement.stages, own, optimizer, schedule=schedule, ranks=placement.ranks, **settings)
         pipeline.placement = placement
@@ -266,11 +265,15 @@ class Pipeline:
                     values = np.asarray(own[position], np.float32) if is_own else self._receive(stage.number, "own")
                     write(leaf.whole.path, 0 if leaf.rows is None else leaf.rows.start, values)
 
+    def record(self) -> None:
+        """Keep `spans` from now on."""
+        self.spans = []
+
     def write_record(self, path: str | Path) -> None:
         """Write the recorded tasks, a line of JSON each, as `zmqtrain sim --json` does: `zmqtrain page FOLDER` draws
-        them. Raises ConfigError without `recorded`, OSError."""
+        them. Raises ConfigError if nothing was recorded, OSError."""
         if self.spans is None:
-            raise ConfigError("nothing was recorded: make the pipeline with recorded=True")
+            raise ConfigError("nothing was recorded: call pipeline.record() before the steps")
         offset = time.time() - time.monotonic()
         with open(path, "w", encoding="utf-8") as file:
             for span in self.spans:
@@ -362,7 +365,7 @@ class Pipeline:
     def _clipped(self, gradients: Any) -> Any:
         """Return the gradients, clipped by the norm of those of all stages, which tell each other their squares."""
         number = self.stage.number
-        squares = {number: self.run.squares(gradients, self.stages.counted_rows(number))}
+        squares = {number: self.run.squares(gradients, self._counted)}
         others = [stage for stage in range(self.comm.size) if stage != number]
         for other in others:
             self._submit(self._send, "squares", other, squares[number])

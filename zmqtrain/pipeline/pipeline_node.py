@@ -8,7 +8,7 @@
 Rule 1: a PC has a connection of its own to the hub, and exchanges the parts of its stage over it: no PC has the whole
 model, and each port carries its own share.
 Rule 2: at each step boundary the PC of the first stage, the *leader*, decides for all whether they offer, and which
-version they apply. It has heard of each what is there. So their offers of one step are one delta (a *turn*), which the
+version they apply; each has told it what has come. So their offers of one step are one delta (a *turn*), which the
 hub takes whole or not at all, and all stages have the parameters of one version.
 Rule 3: the leader's decision needs no wait of its own: in a schedule with flush the first stage ends a step last, and
 the others wait for its next micro-batch anyway.
@@ -22,6 +22,7 @@ Source: Narayanan et al. 2021 (2BW: data parallel pipelines); Ryabinin et al. 20
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -31,7 +32,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +44,11 @@ from zmqtrain.core.errors import (
     CollectiveTimeout,
     ConfigError,
     DoesNotFit,
+    HubUnreachable,
     LocalProtocolError,
     NonFiniteDelta,
     PeerLost,
+    ZmqTrainError,
 )
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import (
@@ -75,7 +77,7 @@ from zmqtrain.pipeline.pieces import (
     spec_of,
 )
 from zmqtrain.pipeline.pipeline import Pipeline
-from zmqtrain.pipeline.placement import Placement, place
+from zmqtrain.pipeline.placement import Placement, Training
 from zmqtrain.pipeline.schedule import ScheduleName, as_schedule
 from zmqtrain.pipeline.stage import Stage
 from zmqtrain.pipeline.trace import Loss
@@ -84,15 +86,18 @@ from zmqtrain.protocol.pipelines import Share
 from zmqtrain.train.leaves import describe_tree
 from zmqtrain.train.seen import say_device
 from zmqtrain.train.sync import FLUSH_SECONDS, DelayedSync
+from zmqtrain.transport.address import answers, parse_addresses
 from zmqtrain.transport.key_folder import Access, find_access
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
 logger = logging.getLogger(__name__)
 
-_TOLD, _REPORT, _BORROWED = 8 << 40, 9 << 40, 10 << 40
+_TOLD, _REPORT, _BORROWED, _CHECK = 8 << 40, 9 << 40, 10 << 40, 12 << 40
 """Tags of the leader's decisions, of what it hears, and of borrowed rows, beside those of `Pipeline`."""
 MOST_PARTS = 32
 """A model is exchanged in at most so many parts: stages are made of whole ones, and each costs its heads."""
+AGAIN_SECONDS = 0.05
+"""What a drain has offered in vain is offered again after so long."""
 LOOK_SECONDS = 0.5
 """How often a stage that waits for a version looks whether its hub is still there."""
 MEET_SECONDS = 20.0
@@ -139,6 +144,10 @@ class StageLine:
             return []
         return [own if rank == self.index else self._comm.recv(rank, _REPORT)[0].tolist() for rank in range(self.count)]
 
+    def check(self) -> None:
+        """Raise PeerLost if one of the PCs is lost; nothing is waited for."""
+        self._comm.iprobe(tag=_CHECK)
+
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self.count) if rank != self.index]
@@ -158,7 +167,7 @@ class StageExchange:
         self.target: Version = -1
         """The version that all stages apply now."""
         self._schedule = StepSchedule(self.settings.every, self.settings.delay)
-        self._offers = self._stopped = self._draining = False
+        self._offers = self._stopped = self._draining = self._offered = False
         self.leaves = self.leaving = self.meets = False
         """Whether this PC is to leave, whether any of its pipeline is, and whether all end it to meet again."""
         self.others_wait: Callable[[], bool] = lambda: False
@@ -218,16 +227,22 @@ class StageExchange:
         return bool(told["applied"])
 
     def together(self) -> None:
-        """See OffersTogether: at the end each attempt is a turn of its own, and versions are applied as they come."""
-        self._draining = True
-        self.node.turn += 1
+        """See OffersTogether: at the end each attempt is a turn of its own, and versions are applied as they come.
+        Raises PeerLost."""
+        if not self._draining:
+            self._draining = self._offered = True
+        self._line.check()
+        if self._offered:  # and refused: else all PCs would not count alike
+            self.node.turn += 1
+            self.clock.sleep(AGAIN_SECONDS)
+        self._offered = False
 
     # ------------------------------------------------------------------ exchange
 
     def join(
         self, model: ModelSpec, leaves: Sequence[Array], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
     ) -> Update | None:
-        """See Exchange. What the hub is told is the parts, and not the leaves of this stage."""
+        """See Exchange. What the hub is told is the parts, and not the leaves of this stage. Raises PeerLost, too."""
         pieces = [piece for part in self._pieces for piece in part]
         spec, values = spec_of(self._stage, pieces), []
         for piece, leaf in zip(pieces, spec, strict=True):
@@ -236,7 +251,10 @@ class StageExchange:
                 np.asarray(leaves[span.place], np.float32).reshape(-1)[span.start : span.end] if span else np.empty(0)
             )
             values.append(np.asarray(flat, np.float32).reshape(leaf.shape))
-        return self._as_own(self.node.join(spec, values, score=score, optimizer_state=optimizer_state))
+        self.node.begin_join(spec, values, score=score, optimizer_state=optimizer_state)
+        while not self.node.wait(self.node.has_joined, LOOK_SECONDS):
+            self._line.check()  # the hub waits for all of this pipeline
+        return self._as_own(self.node.end_join())
 
     def state(self) -> ExchangeState:
         return self.node.state()._replace(stopped=self._stopped)
@@ -248,7 +266,13 @@ class StageExchange:
         return tuple(range(self._layout.fragments)) if self._offers or self._draining else ()
 
     def offer(self, fragment: int, segments: Sequence[Array], counts: Counts, *, dense: bool = False) -> int | None:
-        return self.node.offer(fragment, segments, counts, dense=dense)
+        sequence = self.node.offer(fragment, segments, counts, dense=dense)
+        self._offered |= sequence is not None
+        return sequence
+
+    def settle(self, version: Version) -> None:
+        """After the drain: apply up to this version."""
+        self._draining, self.target = False, version
 
     def peek(self) -> Update | None:
         """See Exchange. Waits for the version that all apply, unless the hub is lost here."""
@@ -304,13 +328,29 @@ class StageExchange:
 
 
 class Meeting(NamedTuple):
-    """Where the PCs of a pipeline meet: so many of those that say the same group. timeout_seconds: of each wait.
-    patient: others are waited for again and again."""
+    """Where the PCs of a pipeline meet: so many of those that say the same group, at a hub, the first of its addresses
+    that answers. name: of this PC; None: the host's.  timeout_seconds: of each wait.  patient: others are waited for
+    again and again."""
 
+    hub: str
+    access: Access
+    name: str | None
     group: str
     size: int
     timeout_seconds: float
-    patient: bool = False
+    patient: bool
+
+    def meet(self, group: str, size: int, timeout_seconds: float) -> Communicator:
+        """Return the communicator of so many PCs of a group. Raises CollectiveTimeout, and as it does."""
+        hub_key, pair = self.access.credentials
+        first, *others = parse_addresses(self.hub)
+        here = next((one for one in (first, *others) if others and answers(one, LOOK_SECONDS)), first)
+        comm = Communicator.create(
+            here, size, group=group, name=self.name, server_key=hub_key, keys=pair, timeout_seconds=timeout_seconds,
+            repeated=True,
+        )  # fmt: skip
+        comm.timeout_seconds = self.timeout_seconds
+        return comm
 
 
 class PipelineNode:
@@ -319,16 +359,13 @@ class PipelineNode:
 
     def __init__(
         self,
-        meet: Callable[[str, int, float], Communicator],
-        plan: Callable[[Communicator], Placement],
-        connect_as: Callable[[Communicator, Share], Node],
-        init: Callable[[Stage], Any],
-        optimizer: optax.GradientTransformation | None,
+        training: Training,
         meeting: Meeting,
+        node_options: Callable[[], dict[str, Any]],
         settings: dict[str, Any],
     ) -> None:
-        self._meet, self._plan, self._connect_as, self._init = meet, plan, connect_as, init
-        self._optimizer, self._meeting, self._settings = optimizer, meeting, settings
+        self._training, self._meeting, self._settings = training, meeting, settings
+        self._node_options, self._optimizer = node_options, training.optimizer
         self._leaves = self._ended = False
         self._attempt, self._abandoned, self._passed = 0, False, True
         """The number of the step that is made, or was made last; whether its batch is left out after a loss; and
@@ -347,27 +384,20 @@ class PipelineNode:
         try:
             self._retry_after_loss(self._build)
         except BaseException:
-            self._comm.close()
+            self.close()
             raise
 
     def _wait_for_others(self) -> None:
-        """Meet as many PCs as make a pipeline, and plan with them. Raises CollectiveTimeout unless this is patient."""
-        while True:
-            try:
-                return self._begin_with(self._meet(*self._meeting[:3]))
-            except CollectiveTimeout as error:
-                if not self._meeting.patient:
-                    raise
-                logger.info("%s. This PC goes on waiting", error)
-            except PeerLost as error:  # while they measured
-                logger.warning("%s, before the pipeline had begun: its PCs meet again", error)
+        """Meet as many PCs as make a pipeline. Raises CollectiveTimeout, HubUnreachable unless this is patient."""
+        meeting = self._meeting
+        self._meet_one_of(((meeting.group, meeting.size),), meeting.timeout_seconds, meeting.patient)
 
     def _begin_with(self, comm: Communicator) -> None:
         """Measure and plan with PCs that have just met."""
         self._comm = self._planned_comm = comm
         """The PCs that are left, and those with which the placement was made."""
         try:
-            self._placement = self._plan(comm)
+            self._placement = self._training.place(comm, most_segments=MOST_PARTS)
             self._attempt = max(int(attempt) for (attempt,) in comm.allgather(np.array([self._attempt], np.int64)))
         except BaseException:
             comm.close()
@@ -407,7 +437,7 @@ class PipelineNode:
         group: PCs that say the same meet, `size` at a time.  name, server_key, keys: as of `zt.connect`.
         timeout_seconds: of each wait for another PC.  patient: until there are enough, wait without end.
         node_options: gives further arguments of `zt.connect`, each time that this PC joins.  settings: as of
-        `Pipeline`: codec, recorded, clip_norm.
+        `Pipeline`: codec, clip_norm.
         Raises ConfigError for a run that pipelines cannot take part in and for the schedule 2bw, which has two versions
         of the parameters at a time; JoinRefused, HubUnreachable, CollectiveTimeout, DoesNotFit; and as
         `Pipeline.create`.
@@ -417,48 +447,13 @@ class PipelineNode:
             raise ConfigError(
                 f"a pipeline with a hub ends each step on all stages, and {rule.name} does not: take 1f1b"
             )
-        first = jax.random.key(0) if key is None else key
-
-        access = keys if isinstance(keys, Access) else find_access(hub, server_key, keys)
-        hub_key, pair = access.credentials
-
-        def met(named: str, count: int, seconds: float) -> Communicator:
-            return Communicator.create(
-                hub,
-                count,
-                group=named,
-                name=name,
-                server_key=hub_key,
-                keys=pair,
-                timeout_seconds=seconds,
-                repeated=True,
-            )
-
-        def planned(comm: Communicator) -> Placement:
-            return place(
-                comm,
-                loss_fn,
-                jax.eval_shape(init_fn, first),
-                optimizer,
-                batch,
-                micro_batches=micro_batches,
-                uncut=uncut,
-                schedule=rule,
-                codec=settings.get("codec", "bf16"),
-                memory_bytes=memory_bytes,
-                most_segments=MOST_PARTS,
-            )
-
-        def connected(comm: Communicator, share: Share) -> Node:
-            named = name or comm.names[comm.rank]
-            options = {} if node_options is None else node_options()
-            node = connect(hub, named, keys=access, holds=share, **options)
-            assert isinstance(node, Node)
-            return node
-
-        meeting = Meeting(group, size, timeout_seconds, patient)
-        init = partial(_initialised, init_fn=init_fn, key=first)
-        return cls(met, planned, connected, init, optimizer, meeting, {"schedule": rule, **settings})
+        training = Training(
+            loss_fn=loss_fn, init_fn=init_fn, optimizer=optimizer, batch=batch, micro_batches=micro_batches, key=key,
+            uncut=uncut, memory_bytes=memory_bytes, schedule=rule, codec=settings.get("codec", "bf16"),
+        )  # fmt: skip
+        access = find_access(hub, server_key, keys)
+        meeting = Meeting(hub, access, name, group, size, timeout_seconds, patient)
+        return cls(training, meeting, node_options or dict, {"schedule": rule, **settings})
 
     # ------------------------------------------------------------------ training
 
@@ -522,8 +517,9 @@ class PipelineNode:
         def drained() -> None:
             if self._pipeline is None:
                 self._build()
+            until = time.monotonic() + timeout_seconds
             self._drain(timeout_seconds)
-            self._take_over(self._until_all_drained(self._running.own), True)
+            self._take_over(self._until_all_drained(self._running.own, until), True)
 
         self._retry_after_loss(drained)
         self._ended = True
@@ -629,8 +625,8 @@ class PipelineNode:
         self._take_over(self._sync.finish(self._running.own, timeout_seconds), True)
 
     def _part(self) -> None:
-        """End this pipeline, of which nothing is pending: who leaves goes, and the others go on together, or meet those
-        that wait."""
+        """End this pipeline, of which nothing is pending. The PCs that are told to leave go; the others go on together,
+        or meet those that wait."""
         self._close_node("its pipeline ends, and its PCs go on as another")
         if self._leaves:
             self._ended = True
@@ -648,15 +644,23 @@ class PipelineNode:
 
     def _meet_again(self) -> None:
         """Meet the PCs that wait for a pipeline; if they have gone meanwhile, those of this one alone."""
-        old, group = self._comm, self._meeting
-        names, alone = old.size, f"{group.group} {self._pipeline_id}"
-        old.close()
-        while True:
-            for named, count in ((group.group, group.size), (alone, names)):
-                try:
-                    return self._begin_with(self._meet(named, count, MEET_SECONDS))
-                except CollectiveTimeout as error:
-                    logger.warning("%s", error)
+        size, meeting = self._comm.size, self._meeting
+        self._comm.close()
+        alone = (f"{meeting.group} {self._pipeline_id}", size)
+        self._meet_one_of(((meeting.group, meeting.size), alone), MEET_SECONDS, True)
+
+    def _meet_one_of(self, groups: Sequence[tuple[str, int]], seconds: float, patient: bool) -> None:
+        """Meet as many PCs as make one of these groups, and plan with them; try one after the other. Raises
+        CollectiveTimeout, HubUnreachable unless this is patient."""
+        for group, size in itertools.cycle(groups):
+            try:
+                return self._begin_with(self._meeting.meet(group, size, seconds))
+            except (CollectiveTimeout, HubUnreachable) as error:
+                if not patient:
+                    raise
+                logger.warning("%s. This PC goes on waiting", error)
+            except PeerLost as error:  # while they measured
+                logger.warning("%s, before the pipeline had begun: its PCs meet again", error)
 
     def _take_over(self, own: Any, applied: bool) -> None:
         """Train on with these parameters. applied: some of them are other pipelines' work."""
@@ -688,24 +692,26 @@ class PipelineNode:
             request.wait()
         return jax.tree.unflatten(tree, leaves)
 
-    def _until_all_drained(self, own: Any) -> Any:
-        """Wait, where the run has an end, until all nodes have drained, and take its last version."""
-        sync, line = self._sync, self._line
+    def _until_all_drained(self, own: Any, until: float) -> Any:
+        """Wait, where the run has an end, until all nodes have drained, and take its last version; all stages the
+        same."""
+        sync, line, node = self._sync, self._line, self._node
+        assert node is not None
         if line.is_first:
-            assert self._node is not None
             told_at = time.monotonic()
-            while not self._node.everyone_drained(0):
+            while not node.everyone_drained(0) and time.monotonic() < until:
                 own = sync.catch_up(own, -1)
                 if time.monotonic() - told_at > WAIT_SECONDS:
                     line.tell({"waits": True})
                     told_at = time.monotonic()
                 time.sleep(0.01)
-            own = sync.catch_up(own, -1)
-            told, _ = line.tell({"version": self.version, "over": self._node.ended_with_run})
+            told, _ = line.tell({"over": node.ended_with_run})
         else:
             told, _ = hear(line)
         self.ended_with_run = told["over"]
-        return sync.catch_up(own, told["version"])
+        newest = max(int(version) for (version,) in self._comm.allgather(np.array([self.version], np.int64)))
+        self._exchange.settle(newest)
+        return sync.catch_up(own, newest)
 
     # ------------------------------------------------------------------ building, and a lost PC
 
@@ -723,10 +729,9 @@ class PipelineNode:
         shares = [parts.share(self._pipeline_id, one.begin, one.end) for one in plan]
         self._borrowed: list[Borrowed] = list(borrowed(parts, placement.stages, shares))
         share = shares[stage.number]
-        own = self._init(stage)
-        self._node = node = self._connect_as(comm, share)
+        own = self._training.init(stage)
+        self._node = node = self._connected(share)
         self.run = node.run
-        check_joint(node.settings)
         node.describe(device=say_device(node.name, jax.tree.leaves(own)))
         self._exchange = StageExchange(node, self._line, stage, parts.pieces[share.first : share.end])
         self._exchange.leaves, self._exchange.others_wait = self._leaves, self._others_wait
@@ -740,6 +745,28 @@ class PipelineNode:
         self._pipeline.placement = placement
         self._built += 1
         logger.info("%s", placement)
+
+    def _connected(self, share: Share) -> Node:
+        """Connect to the hub with all PCs of the pipeline. Raises what keeps this one from it, or says that another
+        cannot."""
+        found, failure, meeting = None, None, self._meeting
+        try:
+            named = meeting.name or self._comm.names[self._comm.rank]
+            found = connect(meeting.hub, named, keys=meeting.access, holds=share, **self._node_options())
+            assert isinstance(found, Node)
+            check_joint(found.settings)
+        except ZmqTrainError as error:
+            failure = error
+        told = self._comm.allgather(np.array([failure is not None], np.int64))
+        if failure is None and not any(failed for (failed,) in told):
+            assert isinstance(found, Node)
+            return found
+        if found is not None:
+            found.close("a PC of its pipeline cannot join")
+        if failure is not None:
+            raise failure
+        which = ", ".join(name for name, (failed,) in zip(self._comm.names, told, strict=True) if failed)
+        raise ConfigError(f"this pipeline cannot join the run, as {which} cannot: what is said there says why")
 
     def _plan_again(self) -> None:
         """Agree with the PCs that are left about the step, and plan without the lost ones."""
@@ -790,10 +817,6 @@ class PipelineNode:
             with suppress(PeerLost):
                 self._node.close(reason)
             self._node = None
-
-
-def _initialised(stage: Stage, init_fn: Callable[[Any], Any], key: Any) -> Any:
-    return stage.init(init_fn, key)
 
 
 def _rows(placement: Placement) -> int:

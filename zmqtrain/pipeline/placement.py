@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ from zmqtrain.pipeline.stage import Stage
 from zmqtrain.pipeline.stage_run import computed
 from zmqtrain.pipeline.trace import Loss
 from zmqtrain.train.step import card_bytes
-from zmqtrain.transport.memory import LinkModel
 
 SEGMENTS_PER_PC, MOST_SEGMENTS = 16, 64
 """So many segments are measured at most where there are no marks: stages that fill their PCs need fine ones, and a plan
@@ -64,7 +63,7 @@ class SegmentFigures(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """A loss cut into segments, and what each of them costs on PCs. pcs: in the order of the ranks that measured.
-    batches: the form of a batch, and how it is cut.  link: of each port."""
+    batches: the form of a batch, and how it is cut."""
 
     loss_fn: Loss
     params: Any
@@ -73,15 +72,12 @@ class Measured:
     costs: tuple[SegmentCost, ...]
     pcs: tuple[PC, ...]
     schedule: Schedule
-    link: LinkModel | None
 
     def placed(self, pcs: Sequence[PC]) -> Placement:
         """Return the plan for these PCs, in the order of the ranks that are to train; one of 2bw without prediction if
         they cannot hold the copy that it takes. Raises DoesNotFit."""
         try:
-            of_all = partition(
-                self.costs, pcs, self.batches.count, schedule=self.schedule, link=self.link, pcs_per_pipeline=len(pcs)
-            )
+            of_all = partition(self.costs, pcs, self.batches.count, schedule=self.schedule, pcs_per_pipeline=len(pcs))
         except DoesNotFit:
             if self.schedule.copies_held == self.schedule.versions_held:
                 raise
@@ -120,64 +116,76 @@ class Placement:
         return "\n".join(lines)
 
 
-def place(
-    comm: Communicator,
-    loss_fn: Loss,
-    params: Any,
-    optimizer: optax.GradientTransformation | None,
-    batch: Any,
-    *,
-    micro_batches: int,
-    uncut: Collection[str] = (),
-    schedule: Schedule | None = None,
-    codec: str = "bf16",
-    memory_bytes: int | None = None,
-    link: LinkModel | None = None,
-    copies: int = 0,
-    most_segments: int = 0,
-) -> Placement:
-    """Measure the segments of a loss on all PCs of a communicator, and return the plan. All ranks call it.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the PCs of a pipeline are to train; all of them give the same, but `memory_bytes`.
 
-    params: shapes of the whole tree (`jax.eval_shape`).  batch: a whole one, or shapes.  micro_batches, uncut: as of
-    `split`.  schedule: 1f1b if None.  codec: of what travels.  memory_bytes: what a stage may use here; None: nine
-    tenths of what the card has, or of what is free.  link: of each port; 1 Gb/s if None.  copies: of its parameters
-    that a stage keeps on the host; they count where a PC has no card.  most_segments: so many are measured at
-    most; 0: as many as suit so many PCs.
-    Raises ConfigError for a loss with fewer segments than PCs, and on all ranks if they have different settings;
-    DoesNotFit on all ranks if the PCs cannot hold the model.
+    loss_fn(params, batch) -> a scalar.  init_fn(key) -> the parameters; it is compiled for the own leaves only.  batch:
+    a whole one, or shapes.  micro_batches, uncut: as of `split`.  key: `jax.random.key(0)` if None.  memory_bytes: what
+    a stage may use on this PC; None: nine tenths of what its card has, or of what is free.  codec: of what travels.
     """
-    boundary = Boundary(codec)
-    batches = MicroBatches(jax.eval_shape(lambda tree: tree, batch), micro_batches, frozenset(uncut))
-    segments = cut_into_segments(loss_fn, params, batches, comm.size, most_segments)
-    rule = schedule or Schedule()
-    check_terms(comm, f"schedule {rule.name}, depth {rule.depth}, codec {boundary.codec}, {terms_of(segments)}")
-    memory, counts_copies = float(memory_bytes or usable_memory()), float(card_bytes() is None)
-    found = [figure for one in measure(segments) for figure in one]
-    told = comm.allgather(np.array([*found, counts_copies, memory]))
-    names = [f"{name} ({rank})" if comm.names.count(name) > 1 else name for rank, name in enumerate(comm.names)]
-    figures = {
-        name: [SegmentFigures(*row) for row in one[:-2].reshape(-1, 3)] for name, one in zip(names, told, strict=True)
-    }
-    measured = Measured(
-        loss_fn=loss_fn,
-        params=params,
-        batches=batches,
-        segments=segments,
-        costs=tuple(costs_of(segments, figures, optimizer, boundary, copies if any(one[-2] for one in told) else 0)),
-        pcs=tuple(PC(name=name, memory_bytes=int(one[-1])) for name, one in zip(names, told, strict=True)),
-        schedule=rule,
-        link=link,
-    )
-    trial = measured.placed([replace(pc, memory_bytes=BOUNDLESS) for pc in measured.pcs])
-    own_stage = trial.stages[trial.ranks.index(comm.rank)]
-    working = comm.allgather(np.array([working_bytes(own_stage.compiled_backward())]))
-    shares = [
-        float(working[rank][0]) / max(1, sum(cost.activation_bytes for cost in measured.costs[stage.begin : stage.end]))
-        for stage, rank in zip(trial.plan.stages, trial.ranks, strict=True)
-    ]
-    share = min(1.0, max(shares))
-    costs = tuple(replace(cost, activation_bytes=int(share * cost.activation_bytes)) for cost in measured.costs)
-    return replace(measured, costs=costs).placed(measured.pcs)
+
+    loss_fn: Loss
+    init_fn: Callable[[Any], Any]
+    optimizer: optax.GradientTransformation | None
+    batch: Any
+    micro_batches: int
+    key: Any = None
+    uncut: Collection[str] = ()
+    memory_bytes: int | None = None
+    schedule: Schedule
+    codec: str
+
+    def init(self, stage: Stage) -> Any:
+        """Return the first parameters of a stage."""
+        return stage.init(self.init_fn, self._key)
+
+    @property
+    def _key(self) -> Any:
+        return jax.random.key(0) if self.key is None else self.key
+
+    def place(self, comm: Communicator, copies: int = 0, most_segments: int = 0) -> Placement:
+        """Measure the segments of the loss on all PCs of a communicator, and return the plan. All ranks call it.
+
+        copies: of its parameters that a stage keeps on the host; they count where a PC has no card.  most_segments: so
+        many are measured at most; 0: as many as suit so many PCs.
+        Raises ConfigError for a loss with fewer segments than PCs, and on all ranks if they have different settings;
+        DoesNotFit on all ranks if the PCs cannot hold the model.
+        """
+        boundary, rule, params = Boundary(self.codec), self.schedule, jax.eval_shape(self.init_fn, self._key)
+        form = jax.eval_shape(lambda tree: tree, self.batch)
+        batches = MicroBatches(form, self.micro_batches, frozenset(self.uncut))
+        segments = cut_into_segments(self.loss_fn, params, batches, comm.size, most_segments)
+        check_terms(comm, f"schedule {rule.name}, depth {rule.depth}, codec {boundary.codec}, {terms_of(segments)}")
+        memory, counts_copies = float(self.memory_bytes or usable_memory()), float(card_bytes() is None)
+        found = [figure for one in measure(segments) for figure in one]
+        told = comm.allgather(np.array([*found, counts_copies, memory]))
+        names = [f"{name} ({rank})" if comm.names.count(name) > 1 else name for rank, name in enumerate(comm.names)]
+        figures = {
+            name: [SegmentFigures(*row) for row in one[:-2].reshape(-1, 3)]
+            for name, one in zip(names, told, strict=True)
+        }
+        copies = copies if any(one[-2] for one in told) else 0
+        measured = Measured(
+            loss_fn=self.loss_fn,
+            params=params,
+            batches=batches,
+            segments=segments,
+            costs=tuple(costs_of(segments, figures, self.optimizer, boundary, copies)),
+            pcs=tuple(PC(name=name, memory_bytes=int(one[-1])) for name, one in zip(names, told, strict=True)),
+            schedule=rule,
+        )
+        trial = measured.placed([replace(pc, memory_bytes=BOUNDLESS) for pc in measured.pcs])
+        own_stage = trial.stages[trial.ranks.index(comm.rank)]
+        working = comm.allgather(np.array([working_bytes(own_stage.compiled_backward())]))
+        shares = [
+            float(working[rank][0])
+            / max(1, sum(cost.activation_bytes for cost in measured.costs[stage.begin : stage.end]))
+            for stage, rank in zip(trial.plan.stages, trial.ranks, strict=True)
+        ]
+        share = min(1.0, max(shares))
+        costs = tuple(replace(cost, activation_bytes=int(share * cost.activation_bytes)) for cost in measured.costs)
+        return replace(measured, costs=costs).placed(measured.pcs)
 
 
 def cut_into_segments(loss_fn: Loss, params: Any, batches: MicroBatches, pcs: int, most: int = 0) -> Split:

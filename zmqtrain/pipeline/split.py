@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.pipeline.cuts import Cut, Positions, ScanForm
-from zmqtrain.pipeline.local_values import LocalValues, Rows, all_rows, equations_of
+from zmqtrain.pipeline.local_values import OVERLAP, LocalValues, Rows, all_rows, equations_of, free_rows
 from zmqtrain.pipeline.stage import CarriedValue, HeldLeaf, Stage, check_form
 from zmqtrain.pipeline.trace import Atom, Loss, TracedLoss, form_of, make_jaxpr, new_var, trace_loss, variables
 
@@ -106,18 +106,20 @@ class Split(Sequence[Stage]):
         return jax.tree.unflatten(structure, leaves)
 
     def counted_rows(self, stage: int) -> tuple[tuple[int, int] | None, ...]:
-        """Return, of each leaf that a stage holds, the rows that no stage before it holds, from, to; None: all."""
+        """Return, of each leaf that a stage holds, the rows that no stage before it holds, from, to; None: all.
+
+        Raises ConfigError if they are in several pieces.
+        """
         counted: list[tuple[int, int] | None] = [None] * len(self[stage].held)
         for place, leaf in enumerate(self[stage].held):
-            own = _rows_of(leaf)
+            own, taken = _rows_of(leaf), list[Rows]()
             for earlier in self.stages[:stage]:
-                for other in earlier.held:
-                    if other.number == leaf.number and own.overlap(_rows_of(other)):
-                        first, last = _rows_of(other)
-                        own = Rows(max(own.start, last), own.stop) if first <= own.start else Rows(own.start, first)
-            if own != _rows_of(leaf):
-                start = _rows_of(leaf).start
-                counted[place] = own.start - start, max(own.start, own.stop) - start
+                taken += [_rows_of(other) for other in earlier.held if other.number == leaf.number]
+            start, free = own.start, free_rows(own, taken)
+            if len(free) > 1:
+                raise ConfigError(OVERLAP.format(leaf.whole.path))
+            if free != [own]:
+                counted[place] = (free[0].start - start, free[0].stop - start) if free else (0, 0)
         return tuple(counted)
 
     def tied_with(self, stage: int) -> tuple[int, ...]:

@@ -330,7 +330,9 @@ class Hub:
         if self.news:
             self.news = False
             live = self.members.in_state(MemberState.LIVE)
-            if (schedule := self.replanning.look(self.version, self.model, live, now)) is not None:
+            of_a_port = max((self.model_of(one) for one in live), key=count_values, default=self.model)
+            nodes = [one for one in live if not one.follows]
+            if (schedule := self.replanning.look(self.version, of_a_port, nodes, now)) is not None:
                 self.plan = self.replanning.text
                 effects.append(Broadcast(schedule))
         if now - self._rostered >= ROSTER_SECONDS:
@@ -431,7 +433,19 @@ class Hub:
         if succeeds is not None and succeeds in self.members:
             effects += self.lose(self.members[succeeds], "another broker took its place at its address", now)
         member = self.members[sender] = self._member(sender, hello, before, now)
+        if before is not None and before.holds is not None:
+            effects += self._forget_in_flight(before, member)
         return effects + self._welcomed(member, before, now)
+
+    def _forget_in_flight(self, before: Member, member: Member) -> list[HubEffect]:
+        """Refuse what a PC of a pipeline had in flight on its old connection: those turns cannot be whole. before: as
+        it was there; if it held other parts, nothing of its old pipeline can."""
+        assert before.holds is not None
+        text = f"{member.name}, which has parts of the same delta, connected again"
+        if before.holds != member.holds:
+            return self._refuse_parts(self.turns.forget(before.holds.pipeline), text)
+        lost = [one for one in before.open.values() if isinstance(one, Publish)]
+        return [one for publish in lost for one in self._refuse_parts(self.turns.refuse(before.holds, publish), text)]
 
     def _welcomed(self, member: Member, before: Member | None, now: float) -> list[HubEffect]:
         """Send a new member what it must know, and let go of what its old connection held. before: as it was there."""
@@ -773,7 +787,9 @@ class Hub:
             if not self.members.is_whole(member):  # a PC of it has gone meanwhile
                 return [self._refuse(member, announcement, *BROKEN_PIPELINE), Dismiss(peer, announcement)]
             whole, dead = self.turns.add(member.holds, peer, announcement)
-            effects += self._refuse_parts(dead, "a part of the same delta did not come")
+            effects += self._refuse_parts(dead, "a part of the same delta did not come, or its turn does not rise")
+            if any(one is announcement for _, one in dead):
+                return effects
         if whole:
             self.rounds.add(*whole[0], now)
         self.quarantines.accepted(peer, self.voter_of(peer), now)
@@ -826,6 +842,8 @@ class Hub:
             return "quarantine", "this node is quarantined: nothing of it is taken now"
         if self._is_obsolete(member, publish):
             return RESTART
+        if (publish.turn < 0) != (member.holds is None):
+            return "turn", f"turn {publish.turn}, which only the PCs of a pipeline have, and they always"
         if member.holds is not None and not self.members.is_whole(member):
             return BROKEN_PIPELINE
         if member.holds is not None and not member.holds.first <= publish.fragment < member.holds.end:
@@ -871,7 +889,7 @@ class Hub:
         if member.holds is None:
             return []
         text = f"another part of the same delta was refused, at {member.name}"
-        return self._refuse_parts(self.turns.refuse(member.holds.pipeline, publish.turn), text)
+        return self._refuse_parts(self.turns.refuse(member.holds, publish), text)
 
     def _refuse_parts(self, parts: Sequence[Part], text: str) -> list[HubEffect]:
         effects: list[HubEffect] = []
@@ -902,7 +920,9 @@ class Hub:
             for peer, publish in taken:
                 parts = self.turns.spread([(peer, publish)])
                 late = came[peer, publish.sequence]
-                contributions += [self._contribution(sender, one, late, peer) for sender, one in parts]
+                own = [self._contribution(sender, one, late, peer) for sender, one in parts]
+                stale = any(one.too_stale for one in own)  # a turn lands whole, with or without weight
+                contributions += [replace_fields(one, too_stale=stale) for one in own]
                 if self.rounds.rule.one_each:
                     effects += [Accumulate(sender, one) for sender, one in parts]
             everybody = max(len(self.members.counted | senders), self.units.nodes_at_the_end)

@@ -42,6 +42,7 @@ from zmqtrain.core.types import (
     Version,
     count_values,
     describe_mismatch,
+    fault_of_pieces,
     is_barrier,
     leaves_of_parts,
     parts_of,
@@ -191,7 +192,8 @@ class Initialization:
         member.model = model_from_wire(fetch.model)
         if not member.model:
             return self.send_away(member, "model", "a node that joins must describe its model; this one described none")
-        if member.holds is not None and len(set(parts_of(member.model))) != member.holds.end - member.holds.first:
+        share = member.holds
+        if share is not None and set(parts_of(member.model)) != set(range(share.first, share.end)):
             return self.send_away(member, "model", "the leaves that it describes are not those of the parts it holds")
         if self._shard and self._is_asked(fetch.founding):
             return self._start_over(member, fetch.founding)
@@ -214,17 +216,28 @@ class Initialization:
         if self.settings.initial == "mean":
             self._gathered[member.peer] = snapshot
             return self.go_on()
-        member.known_version = 0
         if member.holds is not None:
-            self._gathered[member.peer] = snapshot
-            pipeline = self._members.pipeline(member)
-            if not (self._members.is_whole(member) and all(one.peer in self._gathered for one in pipeline)):
-                return []
-            parts = tuple((one.peer, self._gathered[one.peer]) for one in pipeline)
-            self._gathered.clear()
-            self.model = tuple(leaf for one in pipeline for leaf in one.model)
-            return self._found(*parts[0], others=parts[1:])
+            return self._gave_parts(member, snapshot)
+        member.known_version = 0
         return self._found(member.peer, snapshot)
+
+    def _gave_parts(self, member: Member, snapshot: Snapshot) -> list[HubEffect]:
+        """The parameters of one PC of a pipeline are here: the run begins with those of all of its PCs."""
+        if self.founded:  # by another pipeline, as a PC of this one was lost
+            return self.serve_waiting()
+        self._gathered[member.peer] = snapshot
+        pipeline = self._members.pipeline(member)
+        if not (self._members.is_whole(member) and all(one.peer in self._gathered for one in pipeline)):
+            return self.go_on()
+        parts = tuple((one.peer, self._gathered[one.peer]) for one in pipeline)
+        model = tuple(leaf for one in pipeline for leaf in one.model)
+        if why := fault_of_pieces(model):
+            return [effect for one in pipeline for effect in self.send_away(one, "model", why)] + self.go_on()
+        self._gathered.clear()
+        self.model = model
+        for one in pipeline:
+            one.known_version = 0
+        return self._found(*parts[0], others=parts[1:])
 
     def averaged(self) -> list[HubEffect]:
         """The gathered parameters are related: the run begins with their mean, unless the vote refuses it."""
@@ -298,7 +311,8 @@ class Initialization:
 
     def _ask_pipeline(self) -> list[HubEffect]:
         """Ask the PCs of the first pipeline that is whole for what each holds; a PC that has come again, once more."""
-        asked = [*self._in(MemberState.FOUNDING), *(self._members[peer] for peer in self._gathered)]
+        here = [*self._in(MemberState.FOUNDING), *(self._members[peer] for peer in self._gathered)]
+        asked = [one for one in here if self._members.is_whole(one)]  # one that has lost a PC holds up nobody
         waiting = [one for one in self._in(MemberState.WAITING) if one.peer not in self._gathered]
         for member in asked or waiting:
             pipeline = self._members.pipeline(member)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
@@ -300,25 +300,27 @@ class Members(dict[PeerId, Member]):
         """The nodes that train: idle ones too, or the last to finish would weigh more than the others in a mean. Of a
         pipeline that is whole, the member that stands for it."""
         live = [member for member in self.in_state(MemberState.LIVE) if not member.quarantined]
-        return {one.peer for one in live if one.holds is None or (one.holds.leads and self.is_whole(one, live))}
+        shares: dict[str, list[Share]] = {}
+        for one in live:
+            if one.holds is not None:
+                shares.setdefault(one.holds.pipeline, []).append(one.holds)
+        whole = {pipeline for pipeline, held in shares.items() if is_covered(held)}
+        return {one.peer for one in live if one.holds is None or (one.holds.leads and one.holds.pipeline in whole)}
 
-    def pipeline(self, member: Member, among: Iterable[Member] | None = None) -> list[Member]:
+    def pipeline(self, member: Member) -> list[Member]:
         """Return the PCs of a member's pipeline in the order of their parts; the member alone if it is of none."""
         if member.holds is None:
             return [member]
-        here = self.values() if among is None else among
         of_it = [
             (one.holds.first, one)
-            for one in here
+            for one in self.values()
             if one.holds is not None and one.holds.pipeline == member.holds.pipeline
         ]
         return [one for _, one in sorted(of_it, key=lambda held: held[0])]
 
-    def is_whole(self, member: Member, among: Iterable[Member] | None = None) -> bool:
-        """Return whether all PCs of a member's pipeline are here. among: of these members; None: of all."""
-        return member.holds is None or is_covered(
-            one.holds for one in self.pipeline(member, among) if one.holds is not None
-        )
+    def is_whole(self, member: Member) -> bool:
+        """Return whether all PCs of a member's pipeline are here."""
+        return member.holds is None or is_covered(one.holds for one in self.pipeline(member) if one.holds is not None)
 
     @property
     def counted(self) -> set[PeerId]:

@@ -5,8 +5,8 @@ parts that it holds, and is sent those alone.
 Rule 2: the pipeline is one node. Its PCs offer at the same steps; the offers of one step, its *turn*, are one delta: it
 is whole when all parts of the model are here, and only then it counts, in one round, with all parts in one version. So
 no version holds a part of a turn without the others.
-Rule 3: a turn that cannot become whole is refused where it is here, and its content is offered again: when a part of it
-is refused, or a later turn brings a part that it lacks.
+Rule 3: the turns of each part rise. So a turn lacks a part for good once a later one, or a refusal, has brought that
+part: then all of it is refused, what is here and what comes later, and its content is offered again.
 Rule 4: the member with part 0 stands for the pipeline: rounds await it and a mean counts it, while all of its members
 are live.
 """
@@ -14,7 +14,7 @@ are live.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.messages import Publish
@@ -50,37 +50,58 @@ def is_covered(shares: Iterable[Share]) -> bool:
     return [first for first, _, _ in held] == bounds[:-1] and bounds[-1] == held[0][2]
 
 
+@dataclass
+class _Open:
+    """The turns of one pipeline that are not whole. parts: by turn and part.  newest: by part, the last turn of which
+    that part has come, or was refused."""
+
+    parts: dict[int, dict[int, Part]] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
+
+    def take_dead(self, count: int) -> list[Part]:
+        """Forget the turns that lack a part for good, of so many; return what is here of them."""
+        dead = [
+            turn
+            for turn, here in self.parts.items()
+            if any(part not in here and newest >= turn for part, newest in self.newest.items() if part < count)
+        ]
+        return [part for turn in dead for part in self.parts.pop(turn).values()]
+
+
 class Turns:
     """The turns of all pipelines that are not whole, and the whole ones that wait in a round."""
 
     def __init__(self) -> None:
-        self._open: dict[str, dict[int, dict[int, Part]]] = {}  # by pipeline and turn: the parts that are here
+        self._open: dict[str, _Open] = {}
         self._whole: dict[tuple[PeerId, int], tuple[Part, ...]] = {}  # by sender and sequence of part 0
 
     def add(self, share: Share, peer: PeerId, publish: Publish) -> tuple[tuple[Part, ...], list[Part]]:
-        """Take a part that is here; return its turn, in the order of the parts, once that is whole (else ()), and the
-        parts of turns that can never be: their turns are forgotten."""
-        turns = self._open.setdefault(share.pipeline, {})
-        refused: list[Part] = []
-        for turn in [one for one in turns if one < publish.turn and publish.fragment not in turns[one]]:
-            refused += turns.pop(turn).values()
-        parts = turns.setdefault(publish.turn, {})
-        parts[publish.fragment] = peer, publish
-        if len(parts) < share.parts:
-            return (), refused
-        del turns[publish.turn]
-        whole = tuple(parts[number] for number in range(share.parts))
+        """Take a part that is here. Return its turn, in the order of the parts, once that is whole (else ()), and the
+        parts that are refused: of turns that lack a part for good, and this one if its turn does not rise."""
+        of_it = self._open.setdefault(share.pipeline, _Open())
+        if publish.turn <= of_it.newest.get(publish.fragment, -1):
+            return (), [(peer, publish)]
+        of_it.newest[publish.fragment] = publish.turn
+        here = of_it.parts.setdefault(publish.turn, {})
+        here[publish.fragment] = peer, publish
+        if len(here) < share.parts:
+            return (), of_it.take_dead(share.parts)
+        del of_it.parts[publish.turn]
+        whole = tuple(here[number] for number in range(share.parts))
         leader, first = whole[0]
         self._whole[leader, first.sequence] = whole
-        return whole, refused
+        return whole, of_it.take_dead(share.parts)
 
-    def refuse(self, pipeline: str, turn: int) -> list[Part]:
-        """Forget a turn of which a part was refused; return the parts that are here."""
-        return list(self._open.get(pipeline, {}).pop(turn, {}).values())
+    def refuse(self, share: Share, publish: Publish) -> list[Part]:
+        """Note that a part is refused, or lost on its way here; return what is here of the turns that lack it for
+        good."""
+        of_it = self._open.setdefault(share.pipeline, _Open())
+        of_it.newest[publish.fragment] = max(publish.turn, of_it.newest.get(publish.fragment, -1))
+        return of_it.take_dead(share.parts)
 
     def forget(self, pipeline: str) -> list[Part]:
         """Forget the turns of a pipeline that are not whole; return their parts."""
-        return [part for parts in self._open.pop(pipeline, {}).values() for part in parts.values()]
+        return [part for parts in self._open.pop(pipeline, _Open()).parts.values() for part in parts.values()]
 
     def spread(self, taken: Sequence[Part]) -> list[Part]:
         """Return the publishes of a round with all parts of the turns that stand in it, which are forgotten."""
@@ -89,4 +110,4 @@ class Turns:
     def parts_behind(self, pending: Iterable[Part]) -> list[Part]:
         """Return the publishes that wait in rounds, each turn with all of its parts, and the parts of open turns."""
         waiting = [part for peer, one in pending for part in self._whole.get((peer, one.sequence), ((peer, one),))]
-        return waiting + [part for turns in self._open.values() for parts in turns.values() for part in parts.values()]
+        return waiting + [part for one in self._open.values() for here in one.parts.values() for part in here.values()]

@@ -160,6 +160,8 @@ def _read_settings(records: Sequence[Record]) -> RunSettings:
     settings = RunSettings.from_dict(head["settings"])
     if settings.initial == "own" and settings.elastic == 1:
         raise ConfigError("a run in which each node keeps its own parameters (initial own) cannot be replayed")
+    if any("turn" in one for record in records if record["kind"] == "release" for one in record["contributions"]):
+        raise ConfigError("a run of pipelines cannot be replayed: `zmqtrain report` and `page` show its records")
     if settings.trains_apart and settings.minibatch.startswith("timed"):
         raise ConfigError("a run that began with timed steps apart (initial best, minibatch timed) cannot be replayed")
     return settings

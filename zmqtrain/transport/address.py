@@ -32,6 +32,15 @@ def parse_address(address: str, example: str = "tcp://192.168.1.10:5555") -> tup
     return match[1].strip("[]"), 0 if match[2] == "*" else int(match[2])
 
 
+def answers(address: str, seconds: float) -> bool:
+    """Return whether something listens at an address; waits so long at most."""
+    try:
+        socket.create_connection(parse_address(address), seconds).close()
+    except OSError:
+        return False
+    return True
+
+
 def check_reachable(address: str) -> None:
     """Raise ConfigError unless `address` is one to connect to."""
     host, port = parse_address(address)
