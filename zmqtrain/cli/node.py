@@ -237,6 +237,20 @@ def _run(config: NodeConfig) -> int:
     if config.checkpoint is None or not any(config.checkpoint.glob("checkpoint-*")):  # which may know another place
         check_host(config.hub)
     access = find_access(config.hub, config.server_key, config.keys)
+    try:
+        return _run_node(config, access, interruption, manager)
+    except JoinRefused as refused:
+        if refused.reason != "pipeline":
+            raise
+    from zmqtrain.cli.node_pipeline import train_in_pipeline  # imports jax: not before the hub has answered
+
+    if config.record is not None:
+        config.record.unlink(missing_ok=True)  # nothing but the beginning of a connection that was refused
+    return train_in_pipeline(config, access, interruption, manager)
+
+
+def _run_node(config: NodeConfig, access: Access, interruption: Interruption, manager: ServiceManager) -> int:
+    """Train with the whole model. Raises JoinRefused (pipeline) where the run is one of pipelines."""
     recorder = None
     if config.record is not None:
         recorder = NodeRecorder(config.record, {**process_facts(), "data": config.data})
@@ -244,7 +258,6 @@ def _run(config: NodeConfig) -> int:
         interruption.goodbyes.append(recorder.close)
     writer = None if config.tensorboard is None else ScalarWriter(config.tensorboard)
     scalars: ScalarThread | None = None
-    pipelined = False
     try:
         with connect(
             config.hub,
@@ -286,10 +299,6 @@ def _run(config: NodeConfig) -> int:
             over = node.ended_with_run
             if recorder is not None:
                 recorder.ended(result.summary, host_leaves(result.params))
-    except JoinRefused as refused:
-        if refused.reason != "pipeline":
-            raise
-        pipelined = True
     except BaseException:
         if interruption.leaves:  # another thread ends this process: what fails here fails for that
             threading.Event().wait()
@@ -299,12 +308,6 @@ def _run(config: NodeConfig) -> int:
             scalars.close()
         if recorder is not None:
             recorder.close()
-    if pipelined:
-        from zmqtrain.cli.node_pipeline import train_in_pipeline
-
-        if config.record is not None:
-            config.record.unlink(missing_ok=True)  # nothing but the beginning of a connection that was refused
-        return train_in_pipeline(config, access, interruption, manager)
     Terminal().print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
     say(model_line(node.run, result.statistics.version, over, node.address, config.keys))
     return 0

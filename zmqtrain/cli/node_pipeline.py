@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -98,53 +99,13 @@ def train_in_pipeline(config: NodeConfig, access: Access, interruption: Interrup
             "script here, too"
         )
     program = load_run_program(settings, config.data, config.hub)
-    optimizer, clip_norm = optimizer_of(program)
-    memory = int(MEMORY_SHARE * parse_bytes(config.card_memory, "card_memory")) if config.card_memory else None
-    pcs = settings.pipeline
-    if pcs == AUTO_PIPELINE:
-        pcs = fewest_pcs(program, optimizer, memory or usable_memory())
-    batch = next(iter(program.batches(0)))
-    rows = next(int(leaf.shape[0]) for leaf in jax.tree.leaves(batch) if leaf.shape)
-    recorders: list[NodeRecorder] = []
-
-    def options() -> dict[str, Any]:
-        """The arguments of each connection: this PC joins again when its pipeline has lost a PC."""
-        for one in recorders:
-            one.close()
-        given: dict[str, Any] = {
-            "codec_on": config.codec_on,
-            "link": config.link,
-            "share": config.share,
-            "timeout_seconds": config.wait_seconds,
-        }
-        if config.record is not None:
-            recorders[:] = [NodeRecorder(config.record, {**process_facts(), "data": config.data})]
-            given["events"] = recorders[0]
-        return given
-
     manager.ready(f"a PC of a pipeline at {config.hub}")
-    logger.info("this run trains with pipelines of %d PCs: this one waits for as many as are missing", pcs)
     began, steps, loss = time.monotonic(), 0, math.nan
-    node = PipelineNode.join(
-        config.hub,
-        pcs,
-        program.loss,
-        program.init,
-        optimizer,
-        batch,
-        micro_batches=micro_batches_of(rows, pcs),
-        key=settings.seed,
-        memory_bytes=memory,
-        group=GROUP,
-        name=config.name or None,
-        keys=access,
-        timeout_seconds=max(WAIT_SECONDS, config.wait_seconds),
-        patient=True,
-        node_options=options,
-        clip_norm=clip_norm,
-    )
-    interruption.goodbyes.insert(0, node.close)
+    recorders: list[NodeRecorder] = []
+    node = None
     try:
+        node = _join(config, settings, program, access, recorders)
+        interruption.goodbyes.insert(0, node.close)
         title = f"{node.name}: training {program.name} at {config.hub}, in a pipeline of {node.comm.size}"
         with Display(node, title) as interruption.display:
             for batch in paced(interruption.watch(node.batches(program)), config.pace_seconds):
@@ -155,18 +116,56 @@ def train_in_pipeline(config: NodeConfig, access: Access, interruption: Interrup
                     break
             if not interruption.asked:  # else it has left, or was interrupted while it waited for data
                 node.finish()
-        run, version, over = node.run, node.version, node.ended_with_run
+    except BaseException:
+        if interruption.leaves:  # another thread ends this process: what fails here fails for that
+            threading.Event().wait()
+        raise
     finally:
-        node.close()
+        if node is not None:
+            node.close()
         for one in recorders:
             one.close()
-    rows_of_table = [
+    rows = [
         ("trained for", format_seconds(time.monotonic() - began)),
         ("steps", f"{steps:,}"),
         (program.sample_word, format_count(steps * program.samples_per_batch)),
         ("last loss", format_number(loss)),
         ("lost PCs", f"{sum(map(len, node.recoveries))}"),
     ]
-    Terminal().print(figures_table(dict(rows_of_table)))
-    say(model_line(run, version, over, config.hub, config.keys))
+    Terminal().print(figures_table(dict(rows)))
+    say(model_line(node.run, node.last_version, node.ended_with_run, config.hub, config.keys))
     return 0
+
+
+def _join(
+    config: NodeConfig, settings: RunSettings, program: Program, access: Access, recorders: list[NodeRecorder]
+) -> PipelineNode:
+    """Meet the other PCs of a pipeline, and join the run with them. recorders: gets that of the present connection."""
+    optimizer, clip_norm = optimizer_of(program)
+    memory = int(MEMORY_SHARE * parse_bytes(config.card_memory, "card_memory")) if config.card_memory else None
+    pcs = settings.pipeline
+    if pcs == AUTO_PIPELINE:
+        pcs = fewest_pcs(program, optimizer, memory or usable_memory())
+    batch = next(iter(program.batches(0)))
+    rows = next(int(leaf.shape[0]) for leaf in jax.tree.leaves(batch) if leaf.shape)
+
+    def options() -> dict[str, Any]:
+        """The arguments of each connection: this PC joins again when its pipeline has lost a PC."""
+        given: dict[str, Any] = {
+            "codec_on": config.codec_on, "link": config.link, "share": config.share,
+            "timeout_seconds": config.wait_seconds,
+        }  # fmt: skip
+        if config.record is not None:
+            for one in recorders:
+                one.close()
+            recorders[:] = [NodeRecorder(config.record, {**process_facts(), "data": config.data})]
+            given["events"] = recorders[0]
+        return given
+
+    logger.info("this run trains with pipelines of %d PCs: this one waits for as many as are missing", pcs)
+    return PipelineNode.join(
+        config.hub, pcs, program.loss, program.init, optimizer, batch,
+        micro_batches=micro_batches_of(rows, pcs), key=settings.seed, memory_bytes=memory, group=GROUP,
+        name=config.name or None, keys=access, timeout_seconds=max(WAIT_SECONDS, config.wait_seconds), patient=True,
+        node_options=options, clip_norm=clip_norm,
+    )  # fmt: skip

@@ -8,7 +8,7 @@
 Rule 1: a PC has a connection of its own to the hub, and exchanges the parts of its stage over it: no PC has the whole
 model, and each port carries its own share.
 Rule 2: at each step boundary the PC of the first stage, the *leader*, decides for all whether they offer, and which
-version they apply; each has told it what has come. So their offers of one step are one delta (a *turn*), which the
+version they apply; each has told it its next version. So their offers of one step are one delta (a *turn*), which the
 hub takes whole or not at all, and all stages have the parameters of one version.
 Rule 3: the leader's decision needs no wait of its own: in a schedule with flush the first stage ends a step last, and
 the others wait for its next micro-batch anyway.
@@ -30,7 +30,6 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -376,8 +375,9 @@ class PipelineNode:
         self._pipeline: Pipeline | None = None
         self._built = 0
         """How many pipelines this PC has been one of."""
-        self.run, self.ended_with_run = "", False
-        """The id of the run, and whether it is over and this PC has its last parameters."""
+        self.run, self.last_version, self.ended_with_run = "", -1, False
+        """The id of the run, the version with which this PC has left it (-1: it has not), and whether the run is over
+        and this PC has its last parameters."""
         self.recoveries: list[tuple[str, ...]] = []
         """The names of the PCs that were lost, each time."""
         self._wait_for_others()
@@ -814,8 +814,8 @@ class PipelineNode:
 
     def _close_node(self, reason: str) -> None:
         if self._node is not None:
-            with suppress(PeerLost):
-                self._node.close(reason)
+            self.last_version = self._node.offers.version
+            self._node.close(reason)
             self._node = None
 
 

@@ -1052,7 +1052,7 @@ class Hub:
 
     @property
     def waiting(self) -> list[Part]:
-        """The publishes that are accepted and in no version yet, of pipelines also those whose turn is not whole."""
+        """The publishes that are accepted and in no version yet; of pipelines, also the parts of open turns."""
         return self.turns.parts_behind(self.rounds.pending)
 
     def model_of(self, member: Member) -> ModelSpec:

@@ -3,10 +3,10 @@
 Rule 1: each PC of a pipeline is a member of its own, with connection, numbers and snapshots of its own. It offers the
 parts that it holds, and is sent those alone.
 Rule 2: the pipeline is one node. Its PCs offer at the same steps; the offers of one step, its *turn*, are one delta: it
-is whole when all parts of the model are here, and only then it counts, in one round, with all parts in one version. So
-no version holds a part of a turn without the others.
+counts when all parts of the model are here, in one round, with all parts in one version. So no version holds a part of
+a turn without the others.
 Rule 3: the turns of each part rise. So a turn lacks a part for good once a later one, or a refusal, has brought that
-part: then all of it is refused, what is here and what comes later, and its content is offered again.
+part: then all of its parts are refused, also those that arrive later, and their content is offered again.
 Rule 4: the member with part 0 stands for the pipeline: rounds await it and a mean counts it, while all of its members
 are live.
 """
@@ -93,8 +93,7 @@ class Turns:
         return whole, of_it.take_dead(share.parts)
 
     def refuse(self, share: Share, publish: Publish) -> list[Part]:
-        """Note that a part is refused, or lost on its way here; return what is here of the turns that lack it for
-        good."""
+        """Note that a part is refused, or was lost in flight; return the parts of turns that lack it for good."""
         of_it = self._open.setdefault(share.pipeline, _Open())
         of_it.newest[publish.fragment] = max(publish.turn, of_it.newest.get(publish.fragment, -1))
         return of_it.take_dead(share.parts)
