@@ -45,6 +45,7 @@ PIPELINE = (
     "elastic",
     "pieces",
     "pipeline_node",
+    "of_program",
 )
 """Files of pipeline/ that trace, cut or compute a loss; its schedules and its partition are pure."""
 JAX_ROOMS = (

@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -144,6 +145,19 @@ class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
                 raise ConfigError(f"induce = {error}") from error
 
     @property
+    def not_in_pipelines(self) -> list[str]:
+        """The given flags that a PC of a pipeline cannot follow."""
+        given = {
+            "--exchange": self.exchange != "hub",
+            "--checkpoint": self.checkpoint is not None,
+            "--devices all": self.devices == "all",
+            "--anchor host": self.anchor == "host",
+            "--induce": bool(self.induce),
+            "--tensorboard": self.tensorboard is not None,
+        }
+        return [flag for flag, is_given in given.items() if is_given]
+
+    @property
     def lockstep(self) -> Synchronous | None:
         """How this node trains in lockstep with others; None: it publishes to the broker."""
         choice = read_exchange(self.exchange)
@@ -242,11 +256,36 @@ def _run(config: NodeConfig) -> int:
     except JoinRefused as refused:
         if refused.reason != "pipeline":
             raise
-    from zmqtrain.cli.node_pipeline import train_in_pipeline  # imports jax: not before the hub has answered
+    return _run_in_pipeline(config, access, interruption, manager)
 
+
+def _run_in_pipeline(config: NodeConfig, access: Access, interruption: Interruption, manager: ServiceManager) -> int:
+    """Train as one PC of a pipeline."""
+    from zmqtrain.cli.node_pipeline import PipelineOptions, settings_of_run, train_in_pipeline  # imports jax
+
+    if flags := config.not_in_pipelines:
+        raise ConfigError(
+            f"this run trains with pipelines (--pipeline at its broker), and there a node takes no {', '.join(flags)}"
+        )
     if config.record is not None:
         config.record.unlink(missing_ok=True)  # nothing but the beginning of a connection that was refused
-    return train_in_pipeline(config, access, interruption, manager)
+    options = PipelineOptions(**{field.name: getattr(config, field.name) for field in fields(PipelineOptions)})
+    settings = settings_of_run(options, access)
+    program = load_run_program(settings, config.data, config.hub)
+    manager.ready(f"a PC of a pipeline at {config.hub}")
+    pace = partial(paced, pace_seconds=config.pace_seconds)
+    result = train_in_pipeline(options, settings, program, access, interruption, pace)
+    rows = {
+        "trained for": format_seconds(result.seconds),
+        "steps": f"{result.steps:,}",
+        program.sample_word: format_count(result.steps * program.samples_per_batch),
+        "last loss": format_number(result.loss),
+        "lost PCs": f"{result.lost}",
+    }
+    node = result.node
+    Terminal().print(figures_table(rows))
+    say(model_line(node.run, node.last_version, node.ended_with_run, config.hub, config.keys))
+    return 0
 
 
 def _run_node(config: NodeConfig, access: Access, interruption: Interruption, manager: ServiceManager) -> int:
