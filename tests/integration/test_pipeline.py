@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,19 +67,23 @@ def assert_equal_bits(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "codec"),
-    [("1f1b", "bf16"), ("2bw", "int4:block=32"), *nightly(("1f1b", "int8:block=64"), ("gpipe", "float32"))],
+    ("schedule", "codec", "clip"),
+    [
+        ("1f1b", "bf16", 0.1),
+        ("2bw", "int4:block=32", 0.0),
+        *nightly(("1f1b", "int8:block=64", 0.0), ("gpipe", "float32", 0.0)),
+    ],
 )
 def test_losses_and_parameters_are_those_of_one_process_bit_for_bit(
-    hub: str, stages: Split, params: Any, batches: list[Any], schedule: Any, codec: str, tmp_path: Path
+    hub: str, stages: Split, params: Any, batches: list[Any], schedule: Any, codec: str, clip: float, tmp_path: Path
 ) -> None:
-    local = LocalPipeline(stages, params, OPTIMIZER, Schedule(schedule), codec)
+    local = LocalPipeline(stages, params, OPTIMIZER, Schedule(schedule), codec, clip_norm=clip)
     expected = [float(loss) for loss in local.steps(batches)]
     file = tmp_path / "model.safetensors"
 
     def train(comm: zt.Communicator) -> Any:
         own = stages[comm.rank].own(params)
-        with zt.Pipeline(comm, stages, own, OPTIMIZER, schedule=schedule, codec=codec) as pipeline:
+        with zt.Pipeline(comm, stages, own, OPTIMIZER, schedule=schedule, codec=codec, clip_norm=clip) as pipeline:
             losses = list(pipeline.steps(batches))
             pipeline.save(file)
             return losses, pipeline.gather(), pipeline.statistics
@@ -185,3 +191,28 @@ def test_another_number_of_processes_than_stages_is_refused_in_words(hub: str, s
     two = zt.split(PROGRAM.loss, params, next(iter(PROGRAM.batches(0))), 1, micro_batches=MICRO_BATCHES)
     for error in on_all(hub, "number", lambda comm: zt.Pipeline(comm, two, two[0].own(params))):
         assert isinstance(error, ConfigError) and "cut the loss 2 times" in str(error)
+
+
+def test_a_discarded_pipeline_lets_go_of_its_arrays_while_somebody_holds_it(
+    hub: str, params: Any, batches: list[Any]
+) -> None:
+    whole = zt.split(PROGRAM.loss, params, batches[0], 0, micro_batches=MICRO_BATCHES)
+    with zt.Communicator.create(hub, 1, group="discarded") as comm:
+        pipeline = zt.Pipeline(comm, whole, params, OPTIMIZER)
+        pipeline.step(batches[0])
+        own = [weakref.ref(leaf) for leaf in jax.tree.leaves(pipeline.own)]
+        assert all(one() is not None for one in own)
+        pipeline.discard()
+        gc.collect()
+        assert all(one() is None for one in own)
+
+
+def test_late_gradients_are_warned_of_once_with_what_they_cost(
+    hub: str, params: Any, batches: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = zt.split(PROGRAM.loss, params, batches[0], 0, micro_batches=MICRO_BATCHES)
+    with zt.Communicator.create(hub, 1, group="late") as comm:
+        for schedule in ("1f1b", "2bw"):
+            zt.Pipeline(comm, whole, params, OPTIMIZER, schedule=schedule).close()
+    (said,) = [record.getMessage() for record in caplog.records if "2bw" in record.getMessage()]
+    assert "with AdamW" in said and "with Muon" in said and "{" not in said

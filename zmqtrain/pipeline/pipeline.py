@@ -70,9 +70,9 @@ _TAGS: dict[_Kind, int] = {
 }  # fmt: skip
 """Tags of a pipeline's messages; a user of the same communicator takes smaller ones."""
 LATE_GRADIENTS = (
-    "2bw: gradients are a step old. What that has cost the program text in 600 steps, held-out loss beside 1f1b: "
-    "{} more with AdamW, {} with Muon; without prediction (a third copy of the parameters) {} and {}. Watch the loss "
-    "(bench/pipeline.py --learning)"
+    "2bw: gradients are a step old. In 600 steps of the program text that has cost, in held-out loss beside 1f1b, "
+    "2.5 % with AdamW and 1.1 % with Muon; without prediction 12.8 % and 4.5 %. Watch the loss (bench/pipeline.py "
+    "--learning)"
 )
 """What a run without flush is told: see docs/results.md."""
 _AHEAD = 4
