@@ -781,7 +781,8 @@ class Hub:
         if isinstance(announcement, Snapshot):
             return self._begun(self.initialization.whole(member, announcement))
         if self._is_obsolete(member, announcement):
-            return [self._refuse(member, announcement, *RESTART), *self._refuse_turn(member, announcement)]
+            refused: list[HubEffect] = [self._refuse(member, announcement, *RESTART), Dismiss(peer, announcement)]
+            return [*refused, *self._refuse_turn(member, announcement)]
         effects, whole = list[HubEffect](), tuple[Part, ...](((peer, announcement),))
         if member.holds is not None:
             if not self.members.is_whole(member):  # a PC of it has gone meanwhile
