@@ -71,7 +71,7 @@ _TAGS: dict[_Kind, int] = {
 """Tags of a pipeline's messages; a user of the same communicator takes smaller ones."""
 LATE_GRADIENTS = (
     "2bw: gradients are a step old. In 600 steps of the program text that has cost, in held-out loss beside 1f1b, "
-    "2.5 % with AdamW and 1.1 % with Muon; without prediction 12.8 % and 4.5 %. Watch the loss (bench/pipeline.py "
+    "2.5 % with AdamW and 0.8 % with Muon; without prediction 12.8 % and 4.5 %. Watch the loss (bench/pipeline.py "
     "--learning)"
 )
 """What a run without flush is told: see docs/results.md."""
