@@ -25,7 +25,7 @@ from zmqtrain.core.errors import ChannelClosed, ChannelFull, CodecError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Lane, PeerId
 from zmqtrain.parameter_server import parameters as parameters_room
-from zmqtrain.protocol.framing import decode_message
+from zmqtrain.protocol.framing import ProtocolVersionError, decode_message
 from zmqtrain.protocol.messages import (
     Aggregate,
 )
@@ -114,7 +114,10 @@ class _Wire:
     def send(self, peer: PeerId, lane: Lane, frames: Sequence[Buffer]) -> None:
         """See HubChannel."""
         check_message(frames)
-        message = decode_message(frames[0])
+        try:
+            message = decode_message(frames[0])
+        except ProtocolVersionError:
+            return  # a refusal in the version of a peer that speaks another
         self.sent[peer] += 1
         if peer == DEAF and self.sent[peer] > DEAF_READS:
             raise ChannelFull("it does not read")

@@ -63,7 +63,7 @@ def test_the_part_about_stages_is_a_program_that_prints_what_it_says(part, capsy
 
 def test_the_loops_of_the_page_are_python_and_use_what_there_is():
     sources = [source for source, _ in PROGRAM.findall(ON_PCS)]
-    assert len(sources) == 2
+    assert len(sources) == 3
     for source in sources:
         compile(source, "pipeline.md", "exec")
     for name in re.findall(r"pipeline\.(\w+)", ON_PCS.replace("pipeline.md", "").replace("pipeline.py", "")):

@@ -747,26 +747,34 @@ class PipelineNode:
         logger.info("%s", placement)
 
     def _connected(self, share: Share) -> Node:
-        """Connect to the hub with all PCs of the pipeline. Raises what keeps this one from it, or says that another
-        cannot."""
-        found, failure, meeting = None, None, self._meeting
-        try:
-            named = meeting.name or self._comm.names[self._comm.rank]
-            found = connect(meeting.hub, named, keys=meeting.access, holds=share, **self._node_options())
-            assert isinstance(found, Node)
-            check_joint(found.settings)
-        except ZmqTrainError as error:
-            failure = error
-        told = self._comm.allgather(np.array([failure is not None], np.int64))
-        if failure is None and not any(failed for (failed,) in told):
-            assert isinstance(found, Node)
-            return found
-        if found is not None:
-            found.close("a PC of its pipeline cannot join")
-        if failure is not None:
-            raise failure
-        which = ", ".join(name for name, (failed,) in zip(self._comm.names, told, strict=True) if failed)
-        raise ConfigError(f"this pipeline cannot join the run, as {which} cannot: what is said there says why")
+        """Connect to the hub with all PCs of the pipeline; a patient one waits for a hub that does not answer. Raises
+        what keeps this PC from it, or says that another cannot."""
+        meeting, comm = self._meeting, self._comm
+        while True:
+            node, failure = None, None
+            try:
+                named = meeting.name or comm.names[comm.rank]
+                found = connect(meeting.hub, named, keys=meeting.access, holds=share, **self._node_options())
+                assert isinstance(found, Node)
+                node = found
+                check_joint(node.settings)
+            except ZmqTrainError as error:
+                failure = error
+            waits = meeting.patient and isinstance(failure, HubUnreachable)
+            told = comm.allgather(np.array([failure is not None, waits], np.int64))
+            if node is not None and failure is None and not any(failed for failed, _ in told):
+                return node
+            if node is not None:
+                node.close("a PC of its pipeline cannot join now")
+            if all(waits for failed, waits in told if failed):
+                logger.warning(
+                    "%s. This PC goes on trying", failure or "a PC of this pipeline does not reach the broker"
+                )
+                continue
+            if failure is not None:
+                raise failure
+            which = ", ".join(name for name, (failed, _) in zip(comm.names, told, strict=True) if failed)
+            raise ConfigError(f"this pipeline cannot join the run, as {which} cannot: what is said there says why")
 
     def _plan_again(self) -> None:
         """Agree with the PCs that are left about the step, and plan without the lost ones."""
