@@ -151,3 +151,14 @@ def _order(place: Path) -> int:
         return list(WAITING).index(group)
     slow = (number for number, pattern in enumerate(SLOW) if place.match(pattern))
     return len(WAITING) + next(slow, len(SLOW))
+
+
+@pytest.fixture(scope="module")
+def compile_quickly() -> Iterator[None]:
+    """For tests that compile many small functions which run once: XLA optimizes nothing."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,8 @@ class Leaves(Exception):
 
 
 @pytest.fixture(autouse=True)
-def compile_little(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compile_little(monkeypatch: pytest.MonkeyPatch, compile_quickly: None) -> None:
     monkeypatch.setattr(placement, "SEGMENTS_PER_PC", 2)
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,12 +35,8 @@ class Leaves(Exception):
 
 
 @pytest.fixture(autouse=True)
-def compile_little(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compile_little(monkeypatch: pytest.MonkeyPatch, compile_quickly: None) -> None:
     monkeypatch.setattr(pipeline_node, "MOST_PARTS", 4)
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
