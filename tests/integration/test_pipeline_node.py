@@ -72,11 +72,11 @@ def trained(node: zt.PipelineNode, batches: list[Any]) -> Any:
     return losses, node.gather(), node.version
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until something is so; fails after a minute."""
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until something is so; fails after a minute and says what was waited for."""
     until = time.monotonic() + 60.0
     while not condition():
-        assert time.monotonic() < until
+        assert time.monotonic() < until, f"after a minute: not {what}"
         time.sleep(0.01)
 
 
@@ -156,7 +156,7 @@ def test_data_units_are_dealt_to_a_pipeline_as_to_a_node(tmp_path: Path) -> None
             return losses, node.gather(), node.version
 
         first, second = on_all(broker.address, [2, 1], work)
-        wait_until(lambda: not broker.running)  # the run is over when its units are done, and all have drained
+        wait_until(lambda: not broker.running, "the end of the run, with its units done and all drained")
     assert all(isinstance(one, tuple) for one in (*first, *second)), (first, second)
     assert first[0][0] == first[1][0] and len(first[0][0]) + len(second[0][0]) == 18
     for one, other in zip(leaves_of(first), leaves_of(second), strict=True):
@@ -223,7 +223,7 @@ def test_a_pc_that_cannot_join_leaves_nobody_waiting(batches: list[Any]) -> None
         with ThreadPoolExecutor(2) as pool:
             said = [str(error) for error in pool.map(one, range(2))]
         assert "this pipeline cannot join the run, as pc1 cannot" in said[0] and "codec_on" in said[1]
-        wait_until(lambda: not broker.broker.hub.members)  # neither is a node of the run any more
+        wait_until(lambda: not broker.broker.hub.members, "a run without members")
 
 
 def test_a_schedule_that_does_not_end_its_steps_is_refused_before_anybody_is_met() -> None:
