@@ -62,6 +62,7 @@ ROWS, WIDTH = 1024, 2048
 LAYERS = 28
 MEET_SECONDS = 120.0
 FAULT_STAGES, LOST, FAULT_STEP, FAULT_STEPS, FAULT_EVERY = 4, 2, 14, 24, 4
+LEARNING_STAGES, LEARNING_MICRO_BATCHES = 3, 12
 LEARNING = {
     "1f1b": Schedule("1f1b"),
     "2bw": Schedule("2bw"),
@@ -249,7 +250,12 @@ def _learn_all(options: argparse.Namespace) -> None:
         own = [row for row in rows if row["optimizer"] == optimizer]
         means = {name: statistics.fmean(row[name] for row in own) for name in more}
         rows.append({"optimizer": optimizer, "rate": rate, "seed": "mean", **means})
-    print_table(rows, f"held-out loss after {options.steps} steps, three stages, four micro-batches")
+    late = Schedule("2bw").late(LEARNING_STAGES, LEARNING_MICRO_BATCHES)
+    print_table(
+        rows,
+        f"held-out loss after {options.steps} steps, {LEARNING_STAGES} stages, {LEARNING_MICRO_BATCHES} micro-batches, "
+        f"of which {late} are late in 2bw",
+    )
     if options.json:
         write_json(options.json, rows)
 
@@ -259,11 +265,14 @@ def _learn(schedule: Schedule, optimizer: str, rate: float, seed: int, steps: in
     from zmqtrain.pipeline.local import LocalPipeline
     from zmqtrain.programs.text import TextProgram
 
-    program = TextProgram(inner_optimizer=optimizer, rate=rate, layers=3, clip=0.0, seed=seed)
+    program = TextProgram(
+        inner_optimizer=optimizer, rate=rate, layers=3, clip=0.0, seed=seed, batch=LEARNING_MICRO_BATCHES
+    )
     units = itertools.chain.from_iterable(map(program.batches, itertools.count()))
     batches = list(itertools.islice(units, steps))
     params = program.init(seed)
-    stages = zt.split(program.loss, params, batches[0], 2, micro_batches=4)
+    cuts = LEARNING_STAGES - 1
+    stages = zt.split(program.loss, params, batches[0], cuts, micro_batches=LEARNING_MICRO_BATCHES)
     pipeline = LocalPipeline(stages, params, program.optimizer(), schedule, "bf16")
     for _ in pipeline.steps(batches):
         pass

@@ -48,13 +48,14 @@ def stages() -> Split:
 of_micro_batch = jax.jit(jax.value_and_grad(loss_fn))
 
 
-def expected(params: Any, of_step: Any) -> tuple[Any, Any]:
-    """Loss and gradients of one PC: the mean over micro-batches, each with its own key."""
+def expected(params: Any, of_step: Any, late: int = 0, late_params: Any = None) -> tuple[Any, Any]:
+    """Loss and gradients of one PC: the mean over micro-batches, each with its own key. late: so many of them are
+    computed with other parameters."""
     found = []
     for number in range(MICRO_BATCHES):
         part = {name: of_step[name][2 * number : 2 * number + 2] for name in ("x", "y")}
         part["key"] = jax.random.fold_in(of_step["key"], number)
-        found.append(of_micro_batch(params, part))
+        found.append(of_micro_batch(late_params if number < late else params, part))
     return jax.tree.map(lambda *each: sum(each) / MICRO_BATCHES, *found)
 
 
@@ -112,15 +113,18 @@ def test_training_with_adamw_is_that_of_one_pc(stages: Split, name: Any) -> None
 
 
 @pytest.mark.parametrize("predicts", [True, False])
-def test_without_flush_each_update_is_one_step_late_at_every_stage(stages: Split, predicts: bool) -> None:
+@pytest.mark.parametrize(("depth", "late"), [("textbook", 3), ("eager", 4)])
+def test_without_flush_the_first_micro_batches_lack_the_last_update_at_every_stage(
+    stages: Split, predicts: bool, depth: Any, late: int
+) -> None:
     optimizer, steps = optax.sgd(0.1, momentum=0.9), 5
-    pipeline = LocalPipeline(stages, PARAMS, optimizer, Schedule("2bw", predicts=predicts))
+    pipeline = LocalPipeline(stages, PARAMS, optimizer, Schedule("2bw", depth, predicts))
     params, state, losses = [PARAMS, PARAMS], optimizer.init(PARAMS), []
     for step in range(steps):
         used = params[step]
         if predicts and step:  # what the last update has changed is added once more
             used = jax.tree.map(lambda new, old: new + (new - old), used, params[step - 1])
-        loss, gradients = expected(used, batch(step))
+        loss, gradients = expected(params[-1], batch(step), late, used)
         updates, state = optimizer.update(gradients, state)
         params.append(optax.apply_updates(params[-1], updates))
         losses.append(loss)

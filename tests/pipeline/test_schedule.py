@@ -110,11 +110,18 @@ def test_no_more_are_in_flight_than_a_step_has():
     assert Schedule("2bw").most_in_flight(0, 4, 4) == 7
 
 
-def test_without_flush_the_update_of_a_step_is_used_two_steps_later():
-    done = Wires(Schedule("2bw"), 2, 4, 4).run().done
+def test_without_flush_the_first_micro_batches_of_a_step_lack_the_update_before_it():
+    schedule = Schedule("2bw")
+    assert [schedule.late(2, micro_batches) for micro_batches in (2, 3, 4)] == [2, 3, 3]
+    assert schedule.late(4, 32) == 7 and Schedule("1f1b").late(4, 32) == 0
+    done = Wires(schedule, 2, 4, 3).run().done
     for tasks in done:
-        used = {(task.step, task.version) for task in tasks if task.kind != "update"}
-        assert used == {(0, 0), (1, 0), (2, 1), (3, 2)}
+        used = {(task.step, task.version): set() for task in tasks}
+        for task in tasks:
+            used[task.step, task.version] |= {task.micro_batch}
+        assert used == {
+            (0, 0): {0, 1, 2, 3, -1}, (1, 0): {0, 1, 2}, (1, 1): {3, -1}, (2, 1): {0, 1, 2}, (2, 2): {3, -1},
+        }  # fmt: skip
     first = words(done[0])
     assert first.index("f0", 3) < first.index("u"), "the second step begins before the first is updated"
 

@@ -155,7 +155,8 @@ class Pipeline:
         predicts = self.schedule.predicts and not flushes
         if not flushes and comm.rank == 0:
             logger.warning("%s", LATE_GRADIENTS)
-        self.run = StageRun(self.stage, own, stages.micro_batches, optimizer, in_place=flushes, predicts=predicts)
+        in_place = flushes or predicts
+        self.run = StageRun(self.stage, own, stages.micro_batches, optimizer, in_place=in_place, predicts=predicts)
         """What computes; it knows no wire."""
         self.statistics = PipelineStatistics()
         self.spans: list[Span] | None = None

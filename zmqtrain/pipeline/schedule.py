@@ -36,12 +36,13 @@ class Schedule:
     """One of the schedules. Raises ConfigError for a name that is none.
 
     gpipe: all forward passes of a step, then all its backward passes.  1f1b: backward passes as soon as they can be.
-    2bw: as 1f1b, but a stage begins step n + 1 while step n is in flight: the update of step n is in the parameters
-    from step n + 2 on, at every stage, and a stage holds two versions of its parameters.
+    2bw: as 1f1b, but a stage begins step n + 1 while step n is in flight. The first micro-batches of step n + 1, as
+    many as are in flight at the first stage, are *late*: they compute without the update of step n, at every stage. The
+    others have it. A stage holds two versions of its parameters.
     depth: how many micro-batches may be in flight at a stage; gpipe always has all of a step.
-    predicts: in 2bw a step computes with what its parameters will be when its update comes: what the last update has
-    changed is added once more, for the one that is in flight (weight prediction: Chen et al. 2018, SpecTrain). It costs
-    a third copy of the parameters.
+    predicts: the late micro-batches of 2bw compute with what the parameters will be after the update that they lack:
+    what the last update has changed is added once more (weight prediction: Chen et al. 2018, SpecTrain). It costs a
+    third copy of the parameters.
     """
 
     name: ScheduleName = "1f1b"
@@ -75,6 +76,11 @@ class Schedule:
         after = stages - stage
         return min(2 * after - 1 if self.depth == "eager" else after, self.versions_held * micro_batches)
 
+    def late(self, stages: int, micro_batches: int) -> int:
+        """Return how many micro-batches of a step lack the update of the step before: those that the first stage may
+        have begun when it makes that update. No other stage has begun more of them then."""
+        return 0 if self.flushes else min(self.most_in_flight(0, stages, micro_batches), micro_batches)
+
 
 class Task(NamedTuple):
     """What a stage does next. version: of the parameters that it uses: so many updates are in them."""
@@ -83,6 +89,11 @@ class Task(NamedTuple):
     step: int
     micro_batch: int
     version: int
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the update of the step before is not in the parameters that it uses."""
+        return self.version < self.step
 
 
 class Awaited(NamedTuple):
@@ -122,6 +133,7 @@ class StageMachine:
         self.schedule, self.stage, self.stages, self.micro_batches = schedule, stage, stages, micro_batches
         self.first_step = first_step
         self.most_in_flight = schedule.most_in_flight(stage, stages, micro_batches)
+        self._late = schedule.late(stages, micro_batches)
         self._updates = self._batches = first_step  # steps updated; steps of which the batch is there
         self._forward = self._backward = first_step * micro_batches  # the next one of each, counted through all steps
         self._carries: set[int] = set()
@@ -201,7 +213,7 @@ class StageMachine:
     @property
     def versions(self) -> tuple[int, ...]:
         """The versions of the parameters that are still used, or made last; others may be dropped."""
-        oldest = min(self._version_of(self._backward // self.micro_batches), self._updates)
+        oldest = min(self._version_of(self._backward), self._updates)
         return tuple(range(oldest, self._updates + 1))
 
     @property
@@ -233,12 +245,14 @@ class StageMachine:
         """The last stage has no cotangent to wait for: the loss is its own."""
         step, micro_batch = divmod(self._backward, self.micro_batches)
         here = self._is_last or self._backward in self._cotangents
-        return Task("backward", step, micro_batch, self._version_of(step)) if here and self._may_backward else None
+        version = self._version_of(self._backward)
+        return Task("backward", step, micro_batch, version) if here and self._may_backward else None
 
     def _due_forward(self) -> Task | None:
         step, micro_batch = divmod(self._forward, self.micro_batches)
         here = step < self._batches and (self.stage == 0 or self._forward in self._carries)
-        return Task("forward", step, micro_batch, self._version_of(step)) if here and self._may_forward else None
+        version = self._version_of(self._forward)
+        return Task("forward", step, micro_batch, version) if here and self._may_forward else None
 
     @property
     def _may_backward(self) -> bool:
@@ -249,12 +263,12 @@ class StageMachine:
     @property
     def _may_forward(self) -> bool:
         """Whether there is room for one more in flight, and the parameters that it needs are made."""
-        step = self._forward // self.micro_batches
-        return self.in_flight < self.most_in_flight and self._version_of(step) <= self._updates
+        return self.in_flight < self.most_in_flight and self._version_of(self._forward) <= self._updates
 
-    def _version_of(self, step: int) -> int:
-        """Which version of the parameters a step uses."""
-        return step if self.schedule.flushes else max(self.first_step, step - 1)
+    def _version_of(self, number: int) -> int:
+        """Which version of the parameters a micro-batch uses, counted through all steps."""
+        step, micro_batch = divmod(number, self.micro_batches)
+        return max(self.first_step, step - 1) if micro_batch < self._late else step
 
     @property
     def _is_last(self) -> bool:

@@ -27,7 +27,7 @@ class StageRun:
 
     stage, own: the stage, and its own parameters.  micro_batches: of each step.  optimizer: of the own parameters;
     None: they stay.  in_place: an update makes the next version in the memory of the last, which nobody else may use
-    then; so it may not be with a schedule that holds two versions.  predicts: see `Schedule`.
+    then; so it may not be where late micro-batches compute with the last version itself.  predicts: see `Schedule`.
     """
 
     def __init__(
@@ -46,6 +46,8 @@ class StageRun:
         """The newest version of its own parameters."""
         self._versions = {0: own}
         """What passes compute with, by version."""
+        self._expected = {0: jax.tree.map(jnp.array, own) if predicts and in_place else own} if predicts else {}
+        """Where this predicts: what late passes compute with, by version."""
         self._data: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._kept: dict[tuple[int, int], Arrays] = {}
         self._gradients: dict[int, Any] = {}
@@ -72,7 +74,7 @@ class StageRun:
         if self.stage.is_last:
             return ()
         return computed(
-            self.stage.forward(self._versions[task.version], self._data[task.step, task.micro_batch], carry)
+            self.stage.forward(self._parameters_for(task), self._data[task.step, task.micro_batch], carry)
         )
 
     def backward(self, task: Task, cotangents: Arrays) -> Arrays:
@@ -81,7 +83,7 @@ class StageRun:
         so_far = self._gradients.pop(task.step, None)
         result = computed(
             self.stage.backward(
-                self._versions[task.version],
+                self._parameters_for(task),
                 self._data.pop(place),
                 self._kept.pop(place),
                 self.stage.zero_gradients() if so_far is None else so_far,
@@ -127,14 +129,22 @@ class StageRun:
         """Apply the gradient of a step: version `version` + 1 of the parameters is made of the newest, `version`.
         Without an optimizer they are the same; with one, the memory of the old parameters becomes theirs, or else that
         of the gradient."""
-        before = self.own
+        expected = before = self.own
         if self.optimizer is not None:
-            self.own, self.optimizer_state = computed(self._updated(before, gradients, self.optimizer_state))
-        self._versions[version + 1] = computed(self._expected(self.own, before)) if self.predicts else self.own
+            made = computed(self._updated(before, gradients, self.optimizer_state))
+            self.own, expected, self.optimizer_state = made
+        self._versions[version + 1] = self.own
+        if self.predicts:
+            self._expected[version + 1] = expected
+            del self._versions[version]  # all passes that are left are late ones
 
     def drop_versions(self, used: Sequence[int]) -> None:
         """Forget the versions of the parameters that no micro-batch needs any more."""
         self._versions = {version: own for version, own in self._versions.items() if version in used}
+        self._expected = {version: own for version, own in self._expected.items() if version in used}
+
+    def _parameters_for(self, task: Task) -> Any:
+        return (self._expected if self.predicts and task.is_late else self._versions)[task.version]
 
     @cached_property
     def _mean(self) -> Any:
@@ -157,19 +167,20 @@ class StageRun:
         )
 
     @cached_property
-    def _expected(self) -> Any:
-        return jax.jit(lambda own, before: jax.tree.map(lambda new, old: new + (new - old), own, before))
-
-    @cached_property
     def _updated(self) -> Any:
-        optimizer = self.optimizer
+        """From parameters, gradients and the optimizer's state: the next parameters, those that late passes of the step
+        after the next compute with, and the state."""
+        optimizer, predicts = self.optimizer, self.predicts
         assert optimizer is not None
 
-        def updated(own: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
+        def updated(own: Any, gradients: Any, state: Any) -> tuple[Any, Any, Any]:
             updates, state = optimizer.update(gradients, state, own)
-            return optax.apply_updates(own, updates), state
+            new = optax.apply_updates(own, updates)
+            expected = jax.tree.map(lambda one, before: one + (one - before), new, own) if predicts else None
+            return new, expected, state
 
-        return jax.jit(updated, donate_argnums=(0, 2) if self.in_place else (1, 2))
+        donated = (0,) * self.in_place + (1,) * (predicts or not self.in_place) + (2,)
+        return jax.jit(updated, donate_argnums=donated)
 
 
 def computed(result: Result) -> Result:
