@@ -8,7 +8,8 @@ emulated by sleeping; the bytes of carries and cotangents, their codecs and all 
 Rule 2: the first step is not timed: receives are posted and buffers made in it. Steps are timed at the
 first stage, which ends each of them; of 2bw, which has no flush, without the last, in which the pipeline runs empty.
 Rule 3: `--memory` trains a model of which no process may hold more than a part: the kernel refuses memory beyond the
-limit (RLIMIT_DATA). Its cut is that of `Pipeline.create`.  peak: the most that a process had, less what it had
+limit (RLIMIT_DATA). Its cut is that of `Pipeline.create`, and its optimizer's state lies in a file (`optimizer_on`).
+holds: parameters, gradients and state, wherever they lie.  peak: the most that a process had in memory, less what it had
 before its parameters were made.
 Rule 4: `--faults` trains the text program on four PCs, and kills or unplugs one in the middle of a step. The others
 have to train on with the same batches.  next_step: seconds from the fault to the end of the next step on all PCs that
@@ -35,6 +36,7 @@ import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -170,9 +172,13 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--memory", action="store_true", help="what each PC's process takes, in place of its speed")
     parser.add_argument("--faults", action="store_true", help="what a lost PC costs, in place of the speed")
     parser.add_argument(
-        "--limit", type=parse_bytes, default="4GB", help="of a process of --memory (default %(default)s)"
+        "--limit", type=parse_bytes, default="2GB", help="of a process of --memory (default %(default)s)"
     )
-    parser.add_argument("--layers", type=int, default=52, help="of the model of --memory (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=40, help="of the model of --memory (default %(default)s)")
+    parser.add_argument(
+        "--optimizer-on", default="file", choices=["file", "device"],
+        help="where the optimizer's state of --memory lies (default %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--learning", action="store_true", help="what 2bw costs learning, in place of the star")
     parser.add_argument("--together", action="store_true", help="pipelines beside whole models, in place of the star")
     parser.add_argument("--steps", type=int, default=600, help="of each run of --learning and --together (%(default)s)")
@@ -305,7 +311,10 @@ def _measure_memory(options: argparse.Namespace) -> None:
             return one
 
         child("hub", "broker").answer()
-        plan = json.dumps({"limit": options.limit, "layers": options.layers, "hub": star.hub_address})
+        place = "device" if options.optimizer_on == "device" else stack.enter_context(tempfile.TemporaryDirectory())
+        plan = json.dumps(
+            {"limit": options.limit, "layers": options.layers, "hub": star.hub_address, "optimizer_on": place}
+        )
         os.environ.update(FREED_IS_GIVEN_BACK)  # of the processes that are started now
         holders = [child(number, "holder", plan, str(number)) for number in range(MEMORY_STAGES)]
         try:
@@ -329,7 +338,8 @@ def _measure_memory(options: argparse.Namespace) -> None:
     print_table(
         rows,
         f"text, {options.layers} layers of {MEMORY_WIDTH}, AdamW: {whole / 1e9:.2f} GB of parameters, gradients and "
-        f"optimizer, {whole / options.limit:.2f} times the limit of {options.limit / 1e9:g} GB; losses {losses}",
+        f"optimizer (state on {options.optimizer_on}), {whole / options.limit:.2f} times the limit of "
+        f"{options.limit / 1e9:g} GB; losses {losses}",
     )
     if options.json:
         write_json(options.json, rows)
@@ -553,8 +563,9 @@ def _be_holder(plan: dict[str, Any], number: int) -> None:
 
         usable = plan["limit"] - RUNTIME_BYTES
         with zt.Pipeline.create(
-            comm, program.loss, init, optimizer, batches[0], micro_batches=4, key=0, memory_bytes=usable
-        ) as pipeline:
+            comm, program.loss, init, optimizer, batches[0], micro_batches=4, key=0, memory_bytes=usable,
+            optimizer_on=plan["optimizer_on"],
+        ) as pipeline:  # fmt: skip
             losses = list(pipeline.steps(batches))
             assert pipeline.placement is not None
             stage = pipeline.placement.plan.stages[pipeline.stage.number]

@@ -125,7 +125,8 @@ def test_counts_of_the_optimizer_go_on(hub: str, batches: list[Any]) -> None:
                 raise Leaves
             pipeline.step(batch)
         assert pipeline._pipeline is not None
-        return pipeline._pipeline.run.optimizer_state
+        assert pipeline._pipeline.run.optimizer is not None
+        return list(pipeline._pipeline.run.optimizer.states)
 
     (state,) = [
         one for one in on_all(hub, "elastic-counts", 2, train, optimizer=optimizer) if not isinstance(one, Leaves)

@@ -186,7 +186,7 @@ class ElasticPipeline:
         """Measure, plan and make the own parameters, as `Pipeline.create` does, and a copy of the stage before.
 
         copy_every: steps between two copies: so many, and those in flight, are trained on again after a loss.
-        copy_codec: of the changes.  settings: as of `Pipeline`: codec.
+        copy_codec: of the changes.  settings: as of `Pipeline`: codec, clip_norm, optimizer_on.
         Raises ConfigError for the schedule 2bw, whose stages hold two versions, and as `Pipeline.create` does.
         """
         rule = as_schedule(schedule)
@@ -197,6 +197,7 @@ class ElasticPipeline:
         training = Training(
             loss_fn=loss_fn, init_fn=init_fn, optimizer=optimizer, batch=batch, micro_batches=micro_batches, key=key,
             uncut=uncut, memory_bytes=memory_bytes, schedule=rule, codec=settings.get("codec", "bf16"),
+            optimizer_on=settings.get("optimizer_on", "device"),
         )  # fmt: skip
         placement = training.place(comm, copies=_COPIES)
         number, stages = placement.ranks.index(comm.rank), placement.stages
@@ -302,9 +303,8 @@ class ElasticPipeline:
             layout.comm, placement.stages, own, self._optimizer, ranks=placement.ranks, **self._settings
         )
         pipeline.placement = placement
-        if self._steps_done:
-            state = pipeline.run.optimizer_state
-            pipeline.run.optimizer_state = counted(state, self._steps_done)
+        if self._steps_done and pipeline.run.optimizer is not None:
+            pipeline.run.optimizer.restart(pipeline.own, self._steps_done)
         return pipeline
 
     # ------------------------------------------------------------------ copies
@@ -509,19 +509,3 @@ def _starts(stage: Stage) -> Iterator[tuple[HeldLeaf, int]]:
 def _rows(leaf: HeldLeaf) -> Rows:
     """The rows that are held; a scalar has one."""
     return leaf.rows or Rows(0, leaf.whole.shape[0] if leaf.whole.shape else 1)
-
-
-def counted(state: Any, steps: int) -> Any:
-    """Return a fresh optimizer state in which the counts of schedules are `steps`. A count beside moments stays 0: it
-    says how many gradients are in them (Kingma and Ba 2015, bias correction)."""
-
-    def has_moments(node: Any) -> bool:
-        names = getattr(node, "_fields", ())
-        is_transform = "count" in names and "inner_state" not in names
-        return is_transform and any(jnp.ndim(leaf) for leaf in jax.tree.leaves(node))
-
-    def with_steps(node: Any) -> Any:
-        is_count = not has_moments(node) and jnp.ndim(node) == 0 and jnp.issubdtype(jnp.result_type(node), jnp.integer)
-        return jnp.asarray(steps, node.dtype) if is_count else node
-
-    return jax.tree.map(with_steps, state, is_leaf=has_moments)

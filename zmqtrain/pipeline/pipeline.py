@@ -58,6 +58,7 @@ from zmqtrain.pipeline.schedule import (
 )
 from zmqtrain.pipeline.split import Split
 from zmqtrain.pipeline.stage import HeldLeaf
+from zmqtrain.pipeline.stage_optimizer import OptimizerOn
 from zmqtrain.pipeline.stage_run import StageRun
 from zmqtrain.pipeline.trace import Loss
 from zmqtrain.train.leaves import describe_tree
@@ -117,7 +118,8 @@ class Pipeline:
     parameters; None: they stay.  schedule: "1f1b", "gpipe", "2bw", or a `Schedule`.  codec: of what travels: "bf16",
     "int8", "int4", or "float32", which changes nothing.  ranks: of each stage, the rank that computes it; None: stage r
     is at rank r.  clip_norm: the largest norm of the gradients of all stages together, as optax.clip_by_global_norm has
-    it; 0: they are not clipped.
+    it; 0: they are not clipped.  optimizer_on: where the optimizer's state lies: "device", with the parameters; "host",
+    in the PC's memory, which leaves a card to parameters and gradients; or a folder, in whose file it takes no memory.
 
     Raises ConfigError for another number of ranks, for settings in which the ranks differ, for an optimizer that looks
     at several leaves at once, and as `Split` and `Schedule` do.
@@ -137,6 +139,7 @@ class Pipeline:
         codec: str = "bf16",
         ranks: Sequence[int] | None = None,
         clip_norm: float = 0.0,
+        optimizer_on: OptimizerOn = "device",
     ) -> None:
         if comm.size != len(stages):
             raise ConfigError(
@@ -156,7 +159,10 @@ class Pipeline:
         if not flushes and comm.rank == 0:
             logger.warning("%s", LATE_GRADIENTS)
         in_place = flushes or predicts
-        self.run = StageRun(self.stage, own, stages.micro_batches, optimizer, in_place=in_place, predicts=predicts)
+        self.run = StageRun(
+            self.stage, own, stages.micro_batches, optimizer, in_place=in_place, predicts=predicts,
+            optimizer_on=optimizer_on,
+        )  # fmt: skip
         """What computes; it knows no wire."""
         self.statistics = PipelineStatistics()
         self.spans: list[Span] | None = None
@@ -206,7 +212,7 @@ class Pipeline:
         training = Training(
             loss_fn=loss_fn, init_fn=init_fn, optimizer=optimizer, batch=batch, micro_batches=micro_batches, key=key,
             uncut=uncut, memory_bytes=memory_bytes, schedule=as_schedule(settings.pop("schedule", "1f1b")),
-            codec=settings.get("codec", "bf16"),
+            codec=settings.get("codec", "bf16"), optimizer_on=settings.get("optimizer_on", "device"),
         )  # fmt: skip
         placement = training.place(comm)
         logger.info("%s", placement)
@@ -284,9 +290,12 @@ class Pipeline:
                     file.write(json.dumps(record("task", span.begin + offset, **facts)) + "\n")
 
     def close(self) -> None:
-        """Wait until what was computed is sent, and end the threads. The communicator stays open."""
+        """Wait until what was computed is sent, end the threads, and let go of the optimizer's state. The parameters
+        and the communicator stay."""
         self._sender.shutdown(wait=True)
         self._receiver.shutdown(wait=True)
+        if hasattr(self, "run"):  # else it was discarded
+            self.run.close()
 
     def discard(self) -> None:
         """Close, and let go of parameters, gradients and optimizer state: the traceback of an error may still hold this

@@ -437,7 +437,7 @@ class PipelineNode:
         group: PCs that say the same meet, `size` at a time.  name, server_key, keys: as of `zt.connect`.
         timeout_seconds: of each wait for another PC.  patient: until there are enough, wait without end.
         node_options: gives further arguments of `zt.connect`, each time that this PC joins.  settings: as of
-        `Pipeline`: codec, clip_norm.
+        `Pipeline`: codec, clip_norm, optimizer_on.
         Raises ConfigError for a run that pipelines cannot take part in and for the schedule 2bw, which has two versions
         of the parameters at a time; JoinRefused, HubUnreachable, CollectiveTimeout, DoesNotFit; and as
         `Pipeline.create`.
@@ -450,6 +450,7 @@ class PipelineNode:
         training = Training(
             loss_fn=loss_fn, init_fn=init_fn, optimizer=optimizer, batch=batch, micro_batches=micro_batches, key=key,
             uncut=uncut, memory_bytes=memory_bytes, schedule=rule, codec=settings.get("codec", "bf16"),
+            optimizer_on=settings.get("optimizer_on", "device"),
         )  # fmt: skip
         access = find_access(hub, server_key, keys)
         meeting = Meeting(hub, access, name, group, size, timeout_seconds, patient)
@@ -666,8 +667,8 @@ class PipelineNode:
         """Train on with these parameters. applied: some of them are other pipelines' work."""
         run = self._running.run
         run.go_on_from(self._with_borrowed(own) if applied else own)
-        if self._sync.take_adoption() is not None and self._optimizer is not None:
-            run.optimizer_state = self._optimizer.init(run.own)
+        if self._sync.take_adoption() is not None and run.optimizer is not None:
+            run.optimizer.restart(run.own)
 
     def _with_borrowed(self, own: Any) -> Any:
         """Return the parameters with the rows that this stage borrows, as their lenders have them."""

@@ -32,7 +32,7 @@ from zmqtrain.pipeline.partition import PlannedPipeline, partition
 from zmqtrain.pipeline.schedule import Schedule
 from zmqtrain.pipeline.split import MicroBatches, Split, positions_of, split
 from zmqtrain.pipeline.stage import Stage
-from zmqtrain.pipeline.stage_run import computed
+from zmqtrain.pipeline.stage_optimizer import OptimizerOn, computed, moving_bytes
 from zmqtrain.pipeline.trace import Loss
 from zmqtrain.train.step import card_bytes
 
@@ -123,6 +123,7 @@ class Training:
     loss_fn(params, batch) -> a scalar.  init_fn(key) -> the parameters; it is compiled for the own leaves only.  batch:
     a whole one, or shapes.  micro_batches, uncut: as of `split`.  key: `jax.random.key(0)` if None.  memory_bytes: what
     a stage may use on this PC; None: nine tenths of what its card has, or of what is free.  codec: of what travels.
+    optimizer_on: see `Pipeline`.
     """
 
     loss_fn: Loss
@@ -135,6 +136,7 @@ class Training:
     memory_bytes: int | None = None
     schedule: Schedule
     codec: str
+    optimizer_on: OptimizerOn = "device"
 
     def init(self, stage: Stage) -> Any:
         """Return the first parameters of a stage."""
@@ -156,23 +158,28 @@ class Training:
         form = jax.eval_shape(lambda tree: tree, self.batch)
         batches = MicroBatches(form, self.micro_batches, frozenset(self.uncut))
         segments = cut_into_segments(self.loss_fn, params, batches, comm.size, most_segments)
-        check_terms(comm, f"schedule {rule.name}, depth {rule.depth}, codec {boundary.codec}, {terms_of(segments)}")
-        memory, counts_copies = float(self.memory_bytes or usable_memory()), float(card_bytes() is None)
+        place = self.optimizer_on if self.optimizer_on in ("device", "host") else "in a file"
+        terms = f"schedule {rule.name}, depth {rule.depth}, codec {boundary.codec}, optimizer {place}"
+        check_terms(comm, f"{terms}, {terms_of(segments)}")
+        memory, has_no_card = float(self.memory_bytes or usable_memory()), float(card_bytes() is None)
         found = [figure for one in measure(segments) for figure in one]
-        told = comm.allgather(np.array([*found, counts_copies, memory]))
+        told = comm.allgather(np.array([*found, has_no_card, memory]))
         names = [f"{name} ({rank})" if comm.names.count(name) > 1 else name for rank, name in enumerate(comm.names)]
         figures = {
             name: [SegmentFigures(*row) for row in one[:-2].reshape(-1, 3)]
             for name, one in zip(names, told, strict=True)
         }
-        copies = copies if any(one[-2] for one in told) else 0
+        on_host_counts = any(one[-2] for one in told)
+        copies, optimizer, moving = copies * on_host_counts, self.optimizer, 0
+        if optimizer is not None and (place == "in a file" or (place == "host" and not on_host_counts)):
+            optimizer, moving = None, moving_bytes(optimizer, params)
         measured = Measured(
             loss_fn=self.loss_fn,
             params=params,
             batches=batches,
             segments=segments,
-            costs=tuple(costs_of(segments, figures, self.optimizer, boundary, copies)),
-            pcs=tuple(PC(name=name, memory_bytes=int(one[-1])) for name, one in zip(names, told, strict=True)),
+            costs=tuple(costs_of(segments, figures, optimizer, boundary, copies)),
+            pcs=tuple(PC(name=name, memory_bytes=int(one[-1]) - moving) for name, one in zip(names, told, strict=True)),
             schedule=rule,
         )
         trial = measured.placed([replace(pc, memory_bytes=BOUNDLESS) for pc in measured.pcs])
@@ -211,7 +218,8 @@ def costs_of(
     boundary: Boundary,
     copies: int = 0,
 ) -> list[SegmentCost]:
-    """Return the costs of segments. figures: by PC, what it measured of each.  copies: of the parameters, besides."""
+    """Return the costs of segments. figures: by PC, what it measured of each.  optimizer: whose state counts, if any.
+    copies: of the parameters, besides."""
     costs = []
     for number, segment in enumerate(segments):
         shared = [one for one in segments.tied if number in one.stages]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ import optax
 
 from zmqtrain.pipeline.schedule import Task
 from zmqtrain.pipeline.stage import Arrays, Stage
-
-Result = TypeVar("Result")
+from zmqtrain.pipeline.stage_optimizer import OptimizerOn, StageOptimizer, computed
 
 
 class StageRun:
@@ -28,6 +27,7 @@ class StageRun:
     stage, own: the stage, and its own parameters.  micro_batches: of each step.  optimizer: of the own parameters;
     None: they stay.  in_place: an update makes the next version in the memory of the last, which nobody else may use
     then; so it may not be where late micro-batches compute with the last version itself.  predicts: see `Schedule`.
+    optimizer_on: where its state lies, see `StageOptimizer`.
     """
 
     def __init__(
@@ -38,10 +38,12 @@ class StageRun:
         optimizer: optax.GradientTransformation | None = None,
         in_place: bool = False,
         predicts: bool = False,
+        optimizer_on: OptimizerOn = "device",
     ) -> None:
-        self.stage, self.micro_batches, self.optimizer = stage, micro_batches, optimizer
-        self.in_place, self.predicts = in_place, predicts
-        self.optimizer_state = None if optimizer is None else optimizer.init(own)
+        self.stage, self.micro_batches, self.predicts = stage, micro_batches, predicts
+        self.optimizer: StageOptimizer | None = None
+        if optimizer is not None:
+            self.optimizer = StageOptimizer(optimizer, own, on=optimizer_on, in_place=in_place, predicts=predicts)
         self.own = own
         """The newest version of its own parameters."""
         self._versions = {0: own}
@@ -73,9 +75,7 @@ class StageRun:
         self._kept[task.step, task.micro_batch] = carry
         if self.stage.is_last:
             return ()
-        return computed(
-            self.stage.forward(self._parameters_for(task), self._data[task.step, task.micro_batch], carry)
-        )
+        return computed(self.stage.forward(self._parameters_for(task), self._data[task.step, task.micro_batch], carry))
 
     def backward(self, task: Task, cotangents: Arrays) -> Arrays:
         """Add the gradients of a micro-batch to those of its step; return the cotangents for the stage before."""
@@ -104,7 +104,7 @@ class StageRun:
         shapes = self.stage.own_shapes
         self._mean.lower(shapes).compile()
         if self.optimizer is not None:
-            self._updated.lower(shapes, shapes, self.optimizer_state).compile()
+            self.optimizer.compile(shapes)
 
     def take_gradients(self, step: int) -> Any:
         """Return the gradient of a step whose backward passes are done: the mean of its micro-batches."""
@@ -129,14 +129,18 @@ class StageRun:
         """Apply the gradient of a step: version `version` + 1 of the parameters is made of the newest, `version`.
         Without an optimizer they are the same; with one, the memory of the old parameters becomes theirs, or else that
         of the gradient."""
-        expected = before = self.own
+        expected = self.own
         if self.optimizer is not None:
-            made = computed(self._updated(before, gradients, self.optimizer_state))
-            self.own, expected, self.optimizer_state = made
+            self.own, expected = self.optimizer.update(self.own, gradients)
         self._versions[version + 1] = self.own
         if self.predicts:
             self._expected[version + 1] = expected
             del self._versions[version]  # all passes that are left are late ones
+
+    def close(self) -> None:
+        """Let go of the optimizer's state. The parameters stay."""
+        if self.optimizer is not None:
+            self.optimizer.close()
 
     def drop_versions(self, used: Sequence[int]) -> None:
         """Forget the versions of the parameters that no micro-batch needs any more."""
@@ -165,26 +169,3 @@ class StageRun:
             lambda gradients, scale: jax.tree.map(lambda leaf: (leaf * scale).astype(leaf.dtype), gradients),
             donate_argnums=0,
         )
-
-    @cached_property
-    def _updated(self) -> Any:
-        """From parameters, gradients and the optimizer's state: the next parameters, those that late passes of the step
-        after the next compute with, and the state."""
-        optimizer, predicts = self.optimizer, self.predicts
-        assert optimizer is not None
-
-        def updated(own: Any, gradients: Any, state: Any) -> tuple[Any, Any, Any]:
-            updates, state = optimizer.update(gradients, state, own)
-            new = optax.apply_updates(own, updates)
-            expected = jax.tree.map(lambda one, before: one + (one - before), new, own) if predicts else None
-            return new, expected, state
-
-        donated = (0,) * self.in_place + (1,) * (predicts or not self.in_place) + (2,)
-        return jax.jit(updated, donate_argnums=donated)
-
-
-def computed(result: Result) -> Result:
-    """Wait until all arrays of a result are computed."""
-    for leaf in jax.tree.leaves(result):
-        leaf.block_until_ready()
-    return result
