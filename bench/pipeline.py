@@ -9,8 +9,8 @@ Rule 2: the first step is not timed: receives are posted and buffers made in it.
 first stage, which ends each of them; of 2bw, which has no flush, without the last, in which the pipeline runs empty.
 Rule 3: `--memory` trains a model of which no process may hold more than a part: the kernel refuses memory beyond the
 limit (RLIMIT_DATA). Its cut is that of `Pipeline.create`, and its optimizer's state lies in a file (`optimizer_on`).
-holds: parameters, gradients and state, wherever they lie.  peak: the most that a process had in memory, less what it had
-before its parameters were made.
+holds: parameters, gradients and state, wherever they lie.  peak: the most that a process had in memory, less what it
+had before its parameters were made.
 Rule 4: `--faults` trains the text program on four PCs, and kills or unplugs one in the middle of a step. The others
 have to train on with the same batches.  next_step: seconds from the fault to the end of the next step on all PCs that
 are left; recovering: from the error to the beginning of that step, and compiling: of these, those in which the new

@@ -29,6 +29,7 @@ def test_auto_takes_as_few_pcs_as_hold_the_model():
     assert fewest_pcs(TEXT, optimizer, 2 * held) == 1
     assert fewest_pcs(TEXT, optimizer, held) == 2
     assert fewest_pcs(TEXT, optimizer, held // 3) == 4
+    assert fewest_pcs(TEXT, None, held) == 1  # its state lies elsewhere
     with pytest.raises(ConfigError, match="a pipeline of"):
         fewest_pcs(TEXT, optimizer, held // 100)
 

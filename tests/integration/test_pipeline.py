@@ -129,6 +129,26 @@ def test_the_slow_pc_computes_least_and_the_bits_are_those_of_one_process(
     assert_equal_bits(zt.load_model(tmp_path / "model.safetensors", like=params), local.params())
 
 
+def test_the_state_of_the_optimizer_in_a_file_takes_no_memory_and_gives_the_same_steps(
+    hub: str, batches: list[Any], tmp_path: Path
+) -> None:
+    def train(comm: zt.Communicator) -> Any:
+        found = []
+        for place in ("device", tmp_path / f"{comm.rank}"):
+            with zt.Pipeline.create(
+                comm, PROGRAM.loss, PROGRAM.init, OPTIMIZER, batches[0], micro_batches=MICRO_BATCHES, key=0,
+                codec="float32", optimizer_on=place,
+            ) as pipeline:  # fmt: skip
+                assert pipeline.placement is not None
+                costs = pipeline.placement.measured.costs
+                found.append((list(pipeline.steps(batches)), [cost.held_bytes for cost in costs]))
+        return found
+
+    for (losses, held), (others, without) in on_all(hub, "optimizer", train):
+        np.testing.assert_allclose(losses, others, rtol=1e-4)
+        assert sum(without) == pytest.approx(sum(held) / 2, rel=0.01)  # two moments, beside parameters and gradients
+
+
 def test_a_model_that_these_pcs_cannot_hold_is_refused_on_all(hub: str, batches: list[Any]) -> None:
     def make(comm: zt.Communicator) -> Any:
         return zt.Pipeline.create(

@@ -105,6 +105,10 @@ class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
     """all: the devices of this PC (its GPUs) share each batch; its first axis is cut in as many equal parts."""
     anchor: Literal["device", "host"] = "device"
     """Where this node keeps the shared parameters: host frees a card of as much memory as they take in float32."""
+    optimizer_on: str = "device"
+    """In a run with pipelines, where the optimizer's state lies: device: with the parameters; host: in this PC's
+    memory, which leaves a card to parameters and gradients; or a folder, in whose file it takes no memory. All PCs say
+    the same (each its own folder)."""
     card_memory: str = ""
     """What each device has, as 6GB: a plan that cannot fit is refused before it begins; empty: what the device says
     it has, if it does."""
@@ -320,6 +324,11 @@ def _run_node(config: NodeConfig, access: Access, interruption: Interruption, ma
                 interruption.goodbyes.append(scalars.close)
             manager.ready(f"{node.name}: a node of {node.run} at {node.address}")
             check_shards(config.lockstep, node.settings)  # before it waits for others
+            if config.optimizer_on != "device":
+                raise ConfigError(
+                    "--optimizer-on is for runs with pipelines (--pipeline at the broker): in this run a node has the "
+                    "whole model, and its optimizer's state with the parameters. Leave the flag out"
+                )
             from zmqtrain.train.leaves import host_leaves  # these import jax: not before the hub has answered
             from zmqtrain.train.program_wrappers import on_all_devices
             from zmqtrain.train.seen import name_device

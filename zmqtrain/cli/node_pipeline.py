@@ -57,6 +57,7 @@ class PipelineOptions:
     link: str
     share: float
     card_memory: str
+    optimizer_on: str
     wait_seconds: float
     record: Path | None
 
@@ -130,7 +131,8 @@ def _join(
     memory = int(MEMORY_SHARE * parse_bytes(options.card_memory, "card_memory")) if options.card_memory else None
     pcs = settings.pipeline
     if pcs == AUTO_PIPELINE:
-        pcs = fewest_pcs(program, optimizer, memory or usable_memory())
+        in_memory = optimizer if options.optimizer_on == "device" else None
+        pcs = fewest_pcs(program, in_memory, memory or usable_memory())
     batch = next(iter(program.batches(0)))
 
     def of_connection() -> dict[str, Any]:
@@ -151,5 +153,5 @@ def _join(
         options.hub, pcs, program.loss, program.init, optimizer, batch,
         micro_batches=micro_batches_of(batch, pcs), key=settings.seed, memory_bytes=memory, group=GROUP,
         name=options.name or None, keys=access, timeout_seconds=max(WAIT_SECONDS, options.wait_seconds), patient=True,
-        node_options=of_connection, clip_norm=clip_norm,
+        node_options=of_connection, clip_norm=clip_norm, optimizer_on=options.optimizer_on,
     )  # fmt: skip

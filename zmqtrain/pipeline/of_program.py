@@ -24,16 +24,17 @@ def optimizer_of(program: Program) -> tuple[optax.GradientTransformation, float]
     return (program.optimizer(), 0.0) if of_stage is None else of_stage()
 
 
-def fewest_pcs(program: Program, optimizer: optax.GradientTransformation, memory_bytes: int) -> int:
-    """Return of how few PCs like this one a pipeline can hold a program's model. Raises ConfigError if it takes more
-    than MOST_AUTO."""
+def fewest_pcs(program: Program, optimizer: optax.GradientTransformation | None, memory_bytes: int) -> int:
+    """Return of how few PCs like this one a pipeline can hold a program's model. optimizer: if its state is in that
+    memory. Raises ConfigError if it takes more than MOST_AUTO."""
     params = jax.eval_shape(program.init, 0)
-    state = jax.eval_shape(optimizer.init, params)
+    state = () if optimizer is None else jax.eval_shape(optimizer.init, params)
     held = sum(int(leaf.size) * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, params, state)))
     fewest: int = max(1, math.ceil(MARGIN * held / memory_bytes))
     if fewest > MOST_AUTO:
+        what = "parameters and gradients" if optimizer is None else "parameters, gradients and optimizer state"
         raise ConfigError(
-            f"parameters, gradients and optimizer state take {held / 1e9:.1f} GB, and a stage may use "
+            f"{what} take {held / 1e9:.1f} GB, and a stage may use "
             f"{memory_bytes / 1e9:.2f} GB here: that is a pipeline of {fewest} PCs, and `auto` makes none of more than "
             f"{MOST_AUTO}"
         )

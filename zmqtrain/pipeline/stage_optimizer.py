@@ -12,6 +12,7 @@ Source: Ren et al. 2021 (ZeRO-Offload), Rajbhandari et al. 2021 (ZeRO-Infinity).
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -179,11 +180,16 @@ class _StateFile:
     def _write(self, leaf: Any, place: Any = None) -> Any:
         if not leaf.ndim or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             return leaf
-        if place is None:
+        if is_new := place is None:
             place = _InFile(self._end, leaf.shape, leaf.dtype)
             self._end += leaf.nbytes
-        self._file.seek(place.offset)
-        np.asarray(leaf).tofile(self._file)
+        values = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        if is_new and not values.any():
+            os.ftruncate(self._file.fileno(), self._end)  # a hole reads as zeros, and takes no room
+            return place
+        written = 0
+        while written < len(values):  # a call writes 2 GB at most, and holds no other thread up
+            written += os.pwrite(self._file.fileno(), values.data[written:], place.offset + written)
         return place
 
     def read(self, state: Any) -> Any:
@@ -193,13 +199,16 @@ class _StateFile:
     def _read(self, leaf: Any) -> Any:
         if not isinstance(leaf, _InFile):
             return leaf
-        self._file.seek(leaf.offset)
-        count = int(np.prod(leaf.shape))
-        return np.fromfile(self._file, leaf.dtype, count).reshape(leaf.shape)
+        array = np.empty(leaf.shape, leaf.dtype)
+        values, read = array.reshape(-1).view(np.uint8), 0
+        while read < len(values):
+            read += os.preadv(self._file.fileno(), [values.data[read:]], leaf.offset + read)
+        return array
 
     def clear(self) -> None:
-        """Begin at the start."""
+        """Begin with an empty file."""
         self._end = 0
+        os.ftruncate(self._file.fileno(), 0)
 
     def close(self) -> None:
         """Give the room back."""
