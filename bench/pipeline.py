@@ -76,7 +76,7 @@ TOGETHER_BATCH = 8
 FAULT_SECONDS = 5.0
 """Within so many seconds, and what compiling takes, the step after a lost PC is to be complete."""
 MEMORY_STAGES, MEMORY_WIDTH, MEMORY_STEPS = 4, 1024, 3
-RUNTIME_BYTES = 600_000_000
+RUNTIME_BYTES = 700_000_000
 """What a process takes besides its stage: Python, jax, what it has compiled, and stacks, which count whole."""
 FREED_IS_GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
 """Without it glibc keeps freed blocks of up to 32 MB for itself; jax's allocator of a card does not."""
@@ -568,13 +568,12 @@ def _be_holder(plan: dict[str, Any], number: int) -> None:
         ) as pipeline:  # fmt: skip
             losses = list(pipeline.steps(batches))
             assert pipeline.placement is not None
-            stage = pipeline.placement.plan.stages[pipeline.stage.number]
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             say(
                 {
                     "layers": sum("attention_in" in leaf.name for leaf in pipeline.stage.held),
                     "held": held_bytes(pipeline.stage, optimizer),
-                    "planned": stage.memory_bytes,
+                    "planned": pipeline.placement.memory_bytes(pipeline.stage.number),
                     "peak": peak - held_before[-1],
                     "process": peak,
                     "losses": losses,

@@ -644,20 +644,22 @@ class PipelineNode:
             self._build()
 
     def _meet_again(self) -> None:
-        """Meet the PCs that wait for a pipeline; if they have gone meanwhile, those of this one alone."""
+        """Meet the PCs that wait for a pipeline; if they have gone meanwhile, those of this one alone, or as many of
+        them as are left."""
         size, meeting = self._comm.size, self._meeting
         self._comm.close()
-        alone = (f"{meeting.group} {self._pipeline_id}", size)
-        self._meet_one_of(((meeting.group, meeting.size), alone), MEET_SECONDS, True)
+        alone = f"{meeting.group} {self._pipeline_id}"
+        fewer = [(alone, left) for left in range(size, 0, -1)]
+        self._meet_one_of(((meeting.group, meeting.size), *fewer), MEET_SECONDS, True)
 
     def _meet_one_of(self, groups: Sequence[tuple[str, int]], seconds: float, patient: bool) -> None:
-        """Meet as many PCs as make one of these groups, and plan with them; try one after the other. Raises
-        CollectiveTimeout, HubUnreachable unless this is patient."""
+        """Meet as many PCs as make one of these groups, and plan with them; try one after the other. Raises DoesNotFit
+        if even a whole pipeline cannot hold the model; CollectiveTimeout, HubUnreachable unless this is patient."""
         for group, size in itertools.cycle(groups):
             try:
                 return self._begin_with(self._meeting.meet(group, size, seconds))
-            except (CollectiveTimeout, HubUnreachable) as error:
-                if not patient:
+            except (CollectiveTimeout, HubUnreachable, DoesNotFit) as error:
+                if not patient or (isinstance(error, DoesNotFit) and size == self._meeting.size):
                     raise
                 logger.warning("%s. This PC goes on waiting", error)
             except PeerLost as error:  # while they measured

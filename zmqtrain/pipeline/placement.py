@@ -72,6 +72,7 @@ class Measured:
     costs: tuple[SegmentCost, ...]
     pcs: tuple[PC, ...]
     schedule: Schedule
+    moving_bytes: int = 0
 
     def placed(self, pcs: Sequence[PC]) -> Placement:
         """Return the plan for these PCs, in the order of the ranks that are to train; one of 2bw without prediction if
@@ -102,6 +103,10 @@ class Placement:
     measured: Measured
     plan: PlannedPipeline
 
+    def memory_bytes(self, stage: int) -> int:
+        """Return what a stage takes of its PC's memory by the plan, an update of its optimizer included."""
+        return self.plan.stages[stage].memory_bytes + self.measured.moving_bytes
+
     def __str__(self) -> str:
         plan = self.plan
         lines = [f"a step of {plan.micro_batches} micro-batches takes {plan.step_seconds:.3g} s, efficiency "
@@ -111,7 +116,7 @@ class Placement:
             held = ", ".join(leaves[:3] + ["..."] * (len(leaves) > 3)) or "no parameters"
             lines.append(
                 f"stage {number} at {stage.pc}: {stage.end - stage.begin} of {len(self.measured.costs)} segments, "
-                f"{1e3 * stage.seconds:.3g} ms a micro-batch, {stage.memory_bytes / 1e6:.4g} MB ({held})"
+                f"{1e3 * stage.seconds:.3g} ms a micro-batch, {self.memory_bytes(number) / 1e6:.4g} MB ({held})"
             )
         return "\n".join(lines)
 
@@ -181,6 +186,7 @@ class Training:
             costs=tuple(costs_of(segments, figures, optimizer, boundary, copies)),
             pcs=tuple(PC(name=name, memory_bytes=int(one[-1]) - moving) for name, one in zip(names, told, strict=True)),
             schedule=rule,
+            moving_bytes=moving,
         )
         trial = measured.placed([replace(pc, memory_bytes=BOUNDLESS) for pc in measured.pcs])
         own_stage = trial.stages[trial.ranks.index(comm.rank)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxpr_as_fun
 
 from zmqtrain.core.errors import CheckpointError
 
@@ -57,6 +57,9 @@ class StageOptimizer:
         self._groups = [range(len(leaves))] if on == "device" else list(groups_of(leaves))
         self._processor = None if on == "device" else jax.local_devices(backend="cpu")[0]
         self._file = None if on in ("device", "host") else _StateFile(Path(on))
+        self._updates: dict[int, _Update] = {}
+        self._compiled: dict[str, Any] = {}
+        """The updates of groups, and what they share, by the computation in words."""
         self._states: list[Any] = []
         """Of each group: its state, or where it is in the file."""
         self.restart(own)
@@ -83,7 +86,7 @@ class StageOptimizer:
             slope = self._part(group, self._here(slopes[one] for one in group))
             self._let_go(slopes[one] for one in group)
             state = self._states[number] if self._file is None else self._file.read(self._states[number])
-            made = computed(self._updated(before, slope, state))
+            made = computed(self._updated(number, before, slope, state)(before, slope, state))
             self._states[number] = self._kept(made[2], self._states[number])
             for whole, part in ((new, made[0]), (expected, made[1])):
                 for one, leaf in zip(group, jax.tree.leaves(part), strict=part is not None):
@@ -96,9 +99,10 @@ class StageOptimizer:
     def compile(self, shapes: Any) -> None:
         """Compile the updates now. shapes: of the parameters."""
         leaves = jax.tree.leaves(shapes)
-        for group in self._groups:
+        for number, group in enumerate(self._groups):
             part = self._part(group, (leaves[one] for one in group))
-            self._updated.lower(part, part, jax.eval_shape(self._optimizer.init, part)).compile()
+            state = jax.eval_shape(self._optimizer.init, part)
+            self._updated(number, part, part, state).compile(part, part, state)
 
     @property
     def states(self) -> Iterator[Any]:
@@ -132,19 +136,42 @@ class StageOptimizer:
     def _kept(self, state: Any, before: Any = None) -> Any:
         return state if self._file is None else self._file.write(state, before)
 
-    @cached_property
-    def _updated(self) -> Any:
-        """From parameters, gradients, state: the next parameters, those after one more such update, the state."""
-        optimizer, predicts = self._optimizer, self._predicts
+    def _updated(self, number: int, own: Any, gradients: Any, state: Any) -> _Update:
+        """Return the update of a group. Groups whose updates are the same computation, as those of the layers of a
+        transformer are, share what is compiled."""
+        if number not in self._updates:
+            optimizer, predicts = self._optimizer, self._predicts
 
-        def updated(own: Any, gradients: Any, state: Any) -> tuple[Any, Any, Any]:
-            updates, state = optimizer.update(gradients, state, own)
-            new = optax.apply_updates(own, updates)
-            expected = jax.tree.map(lambda one, before: one + (one - before), new, own) if predicts else None
-            return new, expected, state
+            def updated(own: Any, gradients: Any, state: Any) -> tuple[Any, Any, Any]:
+                updates, state = optimizer.update(gradients, state, own)
+                new = optax.apply_updates(own, updates)
+                expected = jax.tree.map(lambda one, before: one + (one - before), new, own) if predicts else None
+                return new, expected, state
 
-        donated = (0,) * self._in_place + (1,) * (predicts or not self._in_place) + (2,) * (self._file is None)
-        return jax.jit(updated, donate_argnums=donated)
+            closed, shapes = jax.make_jaxpr(updated, return_shape=True)(own, gradients, state)
+            leaves = [len(jax.tree.leaves(tree)) for tree in (own, gradients, state)]
+            donated = (self._in_place, predicts or not self._in_place, self._file is None)
+            places = [one for part, is_donated in enumerate(donated) if is_donated
+                      for one in range(sum(leaves[:part]), sum(leaves[: part + 1]))]  # fmt: skip
+            form = f"{closed.jaxpr} {places}" if not closed.consts else f"of group {number}"
+            if form not in self._compiled:
+                self._compiled[form] = jax.jit(jaxpr_as_fun(closed), donate_argnums=places)
+            self._updates[number] = _Update(self._compiled[form], jax.tree.structure(shapes))
+        return self._updates[number]
+
+
+class _Update(NamedTuple):
+    """The update of a group. run: takes and gives leaves.  made: the form of what it gives."""
+
+    run: Any
+    made: Any
+
+    def __call__(self, own: Any, gradients: Any, state: Any) -> Any:
+        return self.made.unflatten(self.run(*jax.tree.leaves((own, gradients, state))))
+
+    def compile(self, own: Any, gradients: Any, state: Any) -> None:
+        """Compile it now, for these forms."""
+        self.run.lower(*jax.tree.leaves((own, gradients, state))).compile()
 
 
 class _InFile(NamedTuple):
