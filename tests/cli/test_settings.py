@@ -24,7 +24,7 @@ from zmqtrain.cli.programs import ProgramsConfig
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.sim import SimConfig
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, FITTED, FIXED, RunSettings
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_PIPELINE, FITTED, FIXED, RunSettings
 from zmqtrain.sim.reading import read_scenario
 from zmqtrain.train.synchronous import Allreduce, Server
 
@@ -151,6 +151,12 @@ def test_the_network_is_not_listened_on_without_keys_but_by_an_explicit_word(mon
     assert broker("--bind", "tcp://127.0.0.1:5555", "--keys", "folder").key_folder == Path("folder")
     with pytest.raises(ConfigError, match="leave one out"):
         broker("--insecure", "--keys", "folder")
+
+
+def test_pcs_of_a_pipeline_may_be_auto_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
+    flags = [broker("--insecure", "--pipeline", word).pipeline for word in ("auto", "2", "0")]
+    file = broker("--config", write(tmp_path, 'insecure = true\npipeline = "auto"\n'))
+    assert [*flags, file.pipeline] == [AUTO_PIPELINE, 2, 0, AUTO_PIPELINE]
 
 
 def test_k_and_d_may_be_auto_in_a_flag_and_in_a_file(tmp_path: Path) -> None:

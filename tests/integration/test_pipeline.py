@@ -17,7 +17,7 @@ import pytest
 
 import zmqtrain as zt
 from tests.grids import nightly
-from zmqtrain.core.errors import CollectiveTimeout, ConfigError, DoesNotFit, NonFiniteDelta, PeerLost
+from zmqtrain.core.errors import CollectiveTimeout, ConfigError, DoesNotFit, ModelMismatch, NonFiniteDelta, PeerLost
 from zmqtrain.pipeline import placement
 from zmqtrain.pipeline.local import LocalPipeline
 from zmqtrain.pipeline.schedule import Schedule
@@ -166,6 +166,15 @@ def test_a_pipeline_whose_stages_have_other_settings_is_refused_on_all(hub: str,
 
     for error in on_all(hub, "terms", make):
         assert isinstance(error, ConfigError) and "pc-1 has schedule 1f1b, depth eager, codec int8" in str(error)
+
+
+def test_the_parameters_of_another_stage_are_refused_in_words(hub: str, stages: Split, params: Any) -> None:
+    def make(comm: zt.Communicator) -> Any:
+        return zt.Pipeline(comm, stages, stages[comm.rank].own(params), ranks=[2, 0, 1])
+
+    found = on_all(hub, "another", make)
+    assert all(isinstance(one, ModelMismatch) for one in found), found
+    assert "rank 0 computes stage 1, and got those of another" in str(found[0])
 
 
 def test_a_stage_that_waits_says_for_which_micro_batch_and_for_whom(

@@ -253,6 +253,11 @@ def test_two_versions_of_the_parameters_need_memory_without_flush_and_a_predicti
     assert no_flush.stages[0].memory_bytes - flush.stages[0].memory_bytes == more
 
 
+def test_too_few_micro_batches_for_the_stages_that_a_model_needs_are_named():
+    with pytest.raises(DoesNotFit, match=r"2 micro-batches a step.*with 4 micro-batches it fits"):
+        partition([layer()] * 4, pcs_of(1100, 1100, 1100, 1100), 2, link=LINK)
+
+
 def test_a_thin_wire_is_named():
     costs = [layer(held=1000, carry=0, wire_bytes=600_000)] * 4
     (pipeline,) = partition(costs, pcs_of(2500, 2500), 8, link=LINK).pipelines

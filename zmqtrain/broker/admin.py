@@ -120,7 +120,10 @@ class AdminService:
             here["memory_bytes"] = resident_bytes()
         if (noise := self._core.aggregator.meter.noise) is not None and roster.members:
             here["noise"], here["rho"] = noise, correlation(noise)
-            here["gain_next"], here["gain_last"] = gains(len(roster.members), noise)
+            count = len(roster.members)
+            if any("pipeline" in member for member in roster.members):
+                here["pipelines"] = count = len(self._hub.members.training)
+            here["gain_next"], here["gain_last"] = gains(max(1, count), noise)
         recent = self._core.log.recent.rows(self._hub.seconds(clock.monotonic()))
         return self._parameters.describe(replace_fields(roster, hub=roster.hub | here, events=recent))
 

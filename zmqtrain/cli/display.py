@@ -265,15 +265,17 @@ def _worse(roster: Roster) -> str:
 
 def roster_gain(roster: Roster) -> str:
     """Say how much sooner one more PC would reach a loss, and the last one does; "" where nodes share no deltas."""
-    count = len(roster.members)
+    count, what = len(roster.members), "PC"
+    if (pipelines := _count(roster.hub, "pipelines")) > 0:
+        count, what = pipelines, "pipeline"
     if roster.version < 0 or roster.exchange or (count < 2 and "gain_next" not in roster.hub):
         return ""
     more, last = _figure(roster.hub, "gain_next"), _figure(roster.hub, "gain_last")
     if not 0 <= more <= 1:
-        return "what another PC would add is not known yet"
+        return f"what another {what} would add is not known yet"
     another = _ordinal(count + 1)
     article = "an" if another.startswith(("e", "8")) or another in ("11th", "18th") else "a"
-    text = f"{article} {another} PC would add {_percent(more, 'about ')}"
+    text = f"{article} {another} {what} would add {_percent(more, 'about ')}"
     text += f"; the {_ordinal(count)} adds {_percent(last)}" if 0 <= last <= 1 else ""
     rho = _figure(roster.hub, "rho")
     return text + (f" (correlation of deltas {rho:.2f})" if 0 <= rho <= 1 else "")
@@ -340,6 +342,8 @@ def _remarks(roster: Roster, with_state: bool = False) -> list[tuple[str, str]]:
             said.append(f"trains on the same batches as {called.get(other, _cut(other, NAME_LENGTH))}")
         if member.get("takes_no_units"):
             said.append("takes no data units")
+        if pipeline := _word(member, "pipeline"):
+            said.append(f"pipeline {pipeline}, parts {_word(member, 'parts')}")
         remarks.append((name, "; ".join(said)))
     return remarks
 

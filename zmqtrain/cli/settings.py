@@ -36,7 +36,16 @@ from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.version import version_line
 from zmqtrain.core.errors import ConfigError, NotHereYet
-from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RENAMED, RunSettings, read_steps, require
+from zmqtrain.core.settings import (
+    AUTO_DELAY,
+    AUTO_EVERY,
+    AUTO_FRAGMENTS,
+    AUTO_PIPELINE,
+    RENAMED,
+    RunSettings,
+    read_steps,
+    require,
+)
 from zmqtrain.planning.rules import check_rules
 from zmqtrain.transport.address import parse_address, parse_addresses
 
@@ -78,6 +87,7 @@ def _number(name: str, least: int, auto: int, what: str) -> PrimitiveConstructor
 Every = Annotated[int, _number("every", 1, AUTO_EVERY, "STEPS")]
 Delay = Annotated[int, _number("delay", 0, AUTO_DELAY, "STEPS")]
 Fragments = Annotated[int, _number("fragments", 1, AUTO_FRAGMENTS, "FRAGMENTS")]
+PipelinePCs = Annotated[int, _number("pipeline", 0, AUTO_PIPELINE, "PCS")]
 
 # ---------------------------------------------------------------------- options of several programs
 
@@ -154,6 +164,9 @@ class RunOptions(CheckpointOptions, FileOptions, RunSettings):
     fragments: Fragments = AUTO_FRAGMENTS
     """Each exchange carries one of so many parts of the model, in turn; auto: each carries the whole model in a few
     parts, and the aggregate of the first comes down while the others go up."""
+    pipeline: PipelinePCs = 0
+    """Each node is a pipeline of so many PCs, for a model that one cannot hold; auto: of as few as hold it; 0: each PC
+    has the whole model."""
     checkpoint: Folder = None
     """Save the run and its model here, and resume it from here if there is one; if not given, in
     zmqtrain-runs/RUN, a new folder for each run."""

@@ -394,7 +394,8 @@ class ElasticPipeline:
         lost = tuple(name for name in names if name not in self._layout.names)
         recovery = Recovery(lost, steps - self._steps_done, time.monotonic() - begun, compiled - compiling)
         self.recoveries.append(recovery)
-        words = f"{', '.join(lost)} lost: {comm.size} PCs go on from step {self._steps_done}"
+        others = f"{comm.size} PCs go on" if comm.size > 1 else "one PC goes on"
+        words = f"{', '.join(lost)} lost: {others} from step {self._steps_done}"
         logger.warning("%s, %d steps are trained on again\n%s", words, recovery.again, placement)
         return pipeline
 

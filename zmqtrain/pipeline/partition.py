@@ -405,9 +405,18 @@ def does_not_fit(model: ModelCosts, pcs: Sequence[PC], pcs_per_pipeline: int) ->
             return _segment_does_not_fit(model, segment, needed, max(pcs, key=lambda one: one.memory_bytes))
     needed = int(min(table.memory[0, model.count] for table in tables))
     available = sum(pc.cards * pc.memory_bytes for pc in pcs)
+    if model.micro_batches < len(pcs):
+        enough = ModelCosts(model.segments, model.schedule, len(pcs), model.link)
+        if _holds(enough, pcs, pcs_per_pipeline):
+            count = f"{model.micro_batches} micro-batch{'es' * (model.micro_batches > 1)}"
+            message = (
+                f"the model does not fit with {count} a step, as a pipeline has at most as many stages as "
+                f"micro-batches: with {len(pcs)} micro-batches it fits (four for each PC is a good number)"
+            )
+            return DoesNotFit(message, "", needed, available)
     within = f"pipelines of {pcs_per_pipeline} of " if pcs_per_pipeline else ""
     message = (
-        f"the model does not fit {within}these {len(pcs)} PCs: undivided it needs {_amount(needed)}, they have "
+        f"the model does not fit {within}{_these(len(pcs))}: undivided it needs {_amount(needed)}, they have "
         f"{_amount(available)} in all, and a stage keeps a carry for each micro-batch in flight. "
     )
     return DoesNotFit(message + _help(model, pcs, pcs_per_pipeline), "", needed, available)
@@ -457,6 +466,10 @@ def _holds(model: ModelCosts, pcs: Sequence[PC], size: int) -> bool:
 def _halved(segment: SegmentCost) -> SegmentCost:
     """Return what a segment costs with half the tokens a micro-batch, as far as memory goes."""
     return replace(segment, carry_bytes=segment.carry_bytes // 2, activation_bytes=segment.activation_bytes // 2)
+
+
+def _these(pcs: int) -> str:
+    return f"these {pcs} PCs" if pcs > 1 else "this PC"
 
 
 def _amount(size: float) -> str:

@@ -42,7 +42,7 @@ import optax
 from zmqtrain.checkpoint.model_files import write_model_in_parts
 from zmqtrain.collectives.communicator import Communicator
 from zmqtrain.collectives.group import Request
-from zmqtrain.core.errors import CollectiveTimeout, ConfigError, PeerLost, ZmqTrainError
+from zmqtrain.core.errors import CollectiveTimeout, ConfigError, ModelMismatch, PeerLost, ZmqTrainError
 from zmqtrain.monitor.records import record
 from zmqtrain.pipeline.boundary import Boundary, Values
 from zmqtrain.pipeline.coupling import check_clip_norm, check_separable
@@ -57,7 +57,7 @@ from zmqtrain.pipeline.schedule import (
     steps_in_flight,
 )
 from zmqtrain.pipeline.split import Split
-from zmqtrain.pipeline.stage import HeldLeaf
+from zmqtrain.pipeline.stage import HeldLeaf, check_form
 from zmqtrain.pipeline.stage_optimizer import OptimizerOn
 from zmqtrain.pipeline.stage_run import StageRun
 from zmqtrain.pipeline.trace import Loss
@@ -153,6 +153,13 @@ class Pipeline:
             raise ConfigError(f"ranks names each rank from 0 to {comm.size - 1} once, got {list(self.ranks)}")
         self.comm, self.stages, self.stage = comm, stages, stages[self.ranks.index(comm.rank)]
         self.schedule, self.boundary = as_schedule(schedule), Boundary(codec)
+        try:
+            check_form(own, self.stage.own_shapes, "parameter", "parameters")
+        except ModelMismatch as error:
+            raise ModelMismatch(
+                f"rank {comm.rank} computes stage {self.stage.number}, and got those of another: give it the leaves of "
+                f"stages[ranks.index(comm.rank)] ({error})"
+            ) from error
         own = jax.tree.map(jnp.array, own)  # a copy, for the updates are in place
         flushes = self.schedule.flushes
         predicts = self.schedule.predicts and not flushes

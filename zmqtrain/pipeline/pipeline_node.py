@@ -801,8 +801,8 @@ class PipelineNode:
             self._abandoned = True
             return self._wait_for_others()
         self._left, self._planned_comm = left, comm
-        text = "%s lost: %d PCs go on from the shared parameters"
-        logger.warning(text, ", ".join(lost), comm.size)
+        text = "%s lost: %s from the shared parameters"
+        logger.warning(text, ", ".join(lost), f"{comm.size} PCs go on" if comm.size > 1 else "one PC goes on")
 
     def _retry_after_loss(self, act: Callable[[], None]) -> None:
         """Do something with all PCs; again on those that are left if one is lost."""

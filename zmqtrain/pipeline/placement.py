@@ -29,7 +29,7 @@ from zmqtrain.core.installed import free_memory
 from zmqtrain.pipeline.boundary import Boundary
 from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
 from zmqtrain.pipeline.partition import PlannedPipeline, partition
-from zmqtrain.pipeline.schedule import Schedule
+from zmqtrain.pipeline.schedule import Schedule, check_micro_batches
 from zmqtrain.pipeline.split import MicroBatches, Split, positions_of, split
 from zmqtrain.pipeline.stage import Stage
 from zmqtrain.pipeline.stage_optimizer import OptimizerOn, computed, moving_bytes
@@ -159,6 +159,7 @@ class Training:
         Raises ConfigError for a loss with fewer segments than PCs, and on all ranks if they have different settings;
         DoesNotFit on all ranks if the PCs cannot hold the model.
         """
+        check_micro_batches(self.micro_batches, comm.size)
         boundary, rule, params = Boundary(self.codec), self.schedule, jax.eval_shape(self.init_fn, self._key)
         form = jax.eval_shape(lambda tree: tree, self.batch)
         batches = MicroBatches(form, self.micro_batches, frozenset(self.uncut))

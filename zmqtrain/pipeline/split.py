@@ -199,7 +199,7 @@ class MicroBatches:
 
     def parts(self, batch: Any) -> list[Any]:
         """Return the parts of a batch, in their order. Raises ModelMismatch if the batch has another form."""
-        check_form(batch, self.batch, "leaf of the batch")
+        check_form(batch, self.batch, "leaf of the batch", "leaves of the batch")
         return [self._taken(batch, number) for number in range(self.count)]
 
     def form(self) -> Any:

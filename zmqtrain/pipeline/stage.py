@@ -137,7 +137,7 @@ class Stage:
 
     def own(self, params: Any) -> Any:
         """Return its own parameters out of the whole tree. Raises ModelMismatch if that is another model's."""
-        check_form(params, self.params, "parameter")
+        check_form(params, self.params, "parameter", "parameters")
         return self._taken(params)
 
     def init(self, init_fn: Callable[..., Any], *arguments: Any) -> Any:
@@ -252,13 +252,13 @@ def pruned(tree: Any, kept: dict[int, Any]) -> Any:
     return prune(jax.tree.unflatten(tree, range(tree.num_leaves)))
 
 
-def check_form(tree: Any, expected: Any, word: str) -> None:
+def check_form(tree: Any, expected: Any, word: str, words: str) -> None:
     """Raise ModelMismatch if a tree has another structure than expected, or a leaf of another shape or dtype."""
     found = jax.eval_shape(lambda values: values, tree)
     structure: Any = jax.tree.structure(found)
     if structure != jax.tree.structure(expected):
         raise ModelMismatch(
-            f"this tree has the {word}s {_names(found)}, and the loss was cut for {_names(expected)}: cut it again"
+            f"this tree has the {words} {_names(found)}, and the loss was cut for {_names(expected)}: cut it again"
         )
     for spec, wanted in zip(describe_tree(found), describe_tree(expected), strict=True):
         if spec.form != wanted.form:

@@ -1090,8 +1090,9 @@ class Hub:
 
     @property
     def evaluator(self) -> PeerId | None:
-        """The node that scores the shared model: the one live for longest, of those with the run's held-out data."""
-        live = self.members.in_state(MemberState.LIVE)
+        """The node that scores the shared model: the one live for longest, of those with the run's held-out data. No PC
+        of a pipeline has the whole of it."""
+        live = [one for one in self.members.in_state(MemberState.LIVE) if one.holds is None]
         return next((one.peer for one in live if not self.evaluated_on or one.held_out == self.evaluated_on), None)
 
     @property

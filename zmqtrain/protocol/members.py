@@ -56,6 +56,8 @@ ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]*]+):[1-9]\d{0,4}"
 """An address that nodes connect to."""
 MOST_WAITING = 64
 """Publishes of one node in flight or waiting for a round (more only if d requires it): the hub holds them in memory."""
+PIPELINE_LETTERS = 4
+"""Of a pipeline's id, so many are shown to people."""
 MOST_CHECKPOINTS = 1024
 """Checkpoints that a Hello may name."""
 LANDED_KEPT, RECORDS_KEPT = 64, 1024
@@ -269,6 +271,7 @@ class Member:
             "refused": self.refused,
         }
         if self.holds is not None:
+            entry["pipeline"] = self.holds.pipeline[:PIPELINE_LETTERS]
             entry["parts"] = f"{self.holds.first} to {self.holds.end - 1} of {self.holds.parts}"
         if self.link_rate:
             entry |= {"link_rate": self.link_rate, "share": self.share}

@@ -396,7 +396,10 @@ class DealerChannel:
             )
         looked = f". No key file was found here ({self._access.looked})" if self._access.looked else ""
         if self.refused == "handshake":
-            return f"what listens there wants keys: give the file that was made for this PC (--keys FILE){looked}"
+            return (
+                "what listens there wants keys: give the file that was made for this PC (--keys FILE, in Python "
+                f"keys='FILE'){looked}"
+            )
         if self.refused:
             return (
                 "what listens there ends every connection before it is greeted: it wants keys (--keys FILE, made for "

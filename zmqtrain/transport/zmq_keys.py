@@ -192,7 +192,8 @@ def _load(path: Path | str) -> tuple[bytes, bytes | None]:
     try:
         if not Path(path).is_file():
             raise ConfigError(
-                f"there is no file {path}: it is made on the hub (zmqtrain keys new), and copied from there"
+                f"there is no file {path}: it is made on the hub, whose broker prints the line that copies it "
+                "(zmqtrain keys new makes another)"
             )
         return load_certificate(path)
     except PermissionError as error:
