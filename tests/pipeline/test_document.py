@@ -26,7 +26,7 @@ def block(language):
 
 def test_the_plan_prints_what_the_page_shows(capsys):
     command, shown = block("console").split("\n", 1)
-    assert main(command.removeprefix("$ zmqtrain ").split()) == 0
+    assert main(command.removeprefix("$ bin/zmqtrain ").split()) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         line.split() for line in shown.splitlines()
     ]
