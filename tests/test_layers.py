@@ -37,6 +37,7 @@ PIPELINE = (
     "cuts",
     "split",
     "stage",
+    "stage_optimizer",
     "stage_run",
     "local",
     "coupling",
