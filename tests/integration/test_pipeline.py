@@ -165,7 +165,7 @@ def test_a_pipeline_whose_stages_have_other_settings_is_refused_on_all(hub: str,
         return zt.Pipeline(comm, stages, stages[comm.rank].own(params), codec=codec)
 
     for error in on_all(hub, "terms", make):
-        assert isinstance(error, ConfigError) and "pc-1 has schedule 1f1b, depth eager, codec int8" in str(error)
+        assert isinstance(error, ConfigError) and "pc-1 has schedule 1f1b, depth roomy, codec int8" in str(error)
 
 
 def test_the_parameters_of_another_stage_are_refused_in_words(hub: str, stages: Split, params: Any) -> None:

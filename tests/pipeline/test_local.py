@@ -21,7 +21,7 @@ from zmqtrain.pipeline.schedule import Schedule
 from zmqtrain.pipeline.split import Split
 
 MICRO_BATCHES = 4
-EAGER, TEXTBOOK = Schedule("1f1b"), Schedule("1f1b", "textbook")
+EAGER, TEXTBOOK = Schedule("1f1b", "eager"), Schedule("1f1b", "textbook")
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
@@ -59,7 +59,7 @@ def expected(params: Any, of_step: Any, late: int = 0, late_params: Any = None) 
     return jax.tree.map(lambda *each: sum(each) / MICRO_BATCHES, *found)
 
 
-@pytest.mark.parametrize("schedule", [Schedule("gpipe"), EAGER, TEXTBOOK, Schedule("2bw")], ids=str)
+@pytest.mark.parametrize("schedule", [Schedule("gpipe"), EAGER, TEXTBOOK, Schedule(), Schedule("2bw")], ids=str)
 def test_loss_and_gradients_are_those_of_one_pc_and_have_the_same_bits_under_every_schedule(
     stages: Split, schedule: Schedule
 ) -> None:

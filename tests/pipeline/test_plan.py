@@ -31,7 +31,7 @@ def test_json_holds_the_row_of_the_design(capsys):
     assert [stage["most_in_flight"] for stage in pipeline["stages"]] == [7, 5, 3, 1]
     assert all(stage["memory_bytes"] <= 5.5e9 for stage in pipeline["stages"])
     assert max(pipeline["port_use"]) == pytest.approx(0.31, abs=0.01)
-    expected = {"1f1b, textbook": (0.73, 0.81), "1f1b, eager": (0.89, 0.90), "2bw, eager": (0.98, 0.98)}
+    expected = {"1f1b, textbook": (0.73, 0.81), "1f1b, roomy": (0.89, 0.90), "2bw, roomy": (0.98, 0.98)}
     for schedule, efficiencies in expected.items():
         assert tuple(document["schedules"][schedule].values()) == pytest.approx(efficiencies, abs=0.02)
 

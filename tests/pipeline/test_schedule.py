@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.grids import examples
 from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from zmqtrain.pipeline.schedule import Awaited, Schedule, StageMachine, Task
+from zmqtrain.pipeline.schedule import Awaited, Depth, Schedule, StageMachine, Task
 
-SCHEDULES = [Schedule("gpipe"), *(Schedule(name, depth) for name in ("1f1b", "2bw") for depth in ("eager", "textbook"))]
+SCHEDULES = [Schedule("gpipe"), *(Schedule(name, depth) for name in ("1f1b", "2bw") for depth in get_args(Depth))]
 SEEDS = st.integers(0, 2**32)
 
 
@@ -77,7 +78,7 @@ def test_gpipe_goes_backward_when_all_have_gone_forward():
 
 
 def test_a_stage_goes_forward_until_its_depth_is_full_and_backward_as_soon_as_it_can():
-    stage = StageMachine(Schedule("1f1b"), 1, 3, 8)
+    stage = StageMachine(Schedule("1f1b", "eager"), 1, 3, 8)
     assert stage.most_in_flight == 3
     stage.batch_arrived(0)
     for micro_batch in range(5):
@@ -95,9 +96,10 @@ def test_a_stage_goes_forward_until_its_depth_is_full_and_backward_as_soon_as_it
 @pytest.mark.parametrize(
     ("schedule", "depths"),
     [
-        (Schedule("1f1b"), [7, 5, 3, 1]),
+        (Schedule("1f1b"), [9, 7, 5, 1]),
+        (Schedule("1f1b", "eager"), [7, 5, 3, 1]),
         (Schedule("1f1b", "textbook"), [4, 3, 2, 1]),
-        (Schedule("2bw"), [7, 5, 3, 1]),
+        (Schedule("2bw"), [9, 7, 5, 1]),
         (Schedule("gpipe"), [32] * 4),
     ],
 )
@@ -107,13 +109,13 @@ def test_depths(schedule, depths):
 
 def test_no_more_are_in_flight_than_a_step_has():
     assert Schedule("1f1b").most_in_flight(0, 4, 4) == 4
-    assert Schedule("2bw").most_in_flight(0, 4, 4) == 7
+    assert Schedule("2bw").most_in_flight(0, 4, 4) == 8
 
 
 def test_without_flush_the_first_micro_batches_of_a_step_lack_the_update_before_it():
-    schedule = Schedule("2bw")
+    schedule = Schedule("2bw", "eager")
     assert [schedule.late(2, micro_batches) for micro_batches in (2, 3, 4)] == [2, 3, 3]
-    assert schedule.late(4, 32) == 7 and Schedule("1f1b").late(4, 32) == 0
+    assert schedule.late(4, 32) == 7 and Schedule("2bw").late(4, 32) == 9 and Schedule("1f1b").late(4, 32) == 0
     done = Wires(schedule, 2, 4, 3).run().done
     for tasks in done:
         used = {(task.step, task.version): set() for task in tasks}

@@ -67,6 +67,13 @@ def test_jitter_costs_a_flushing_pipeline_ten_points_and_one_without_flush_less(
     assert table[jittery] > table[jittery_flush] + 0.04
 
 
+def test_room_for_two_more_in_flight_makes_up_for_jitter(table):
+    for codec in ("bf16", "int8"):
+        for schedule in ("1f1b", "2bw"):
+            row = (f"1.04 B, {codec}" + JITTER, 4, 32, schedule)
+            assert table[*row, "roomy"] > table[*row, "eager"] + 0.03
+
+
 def run(stages, micro_batches=8, schedule=None, link=LINK, **more):
     return simulate_pipeline(schedule or Schedule(), stages, micro_batches, link=link, **more)
 
@@ -165,7 +172,7 @@ def test_stages_that_differ_by_a_third_take_longer_than_the_plan_says_but_not_by
     st.integers(1, 6), st.integers(0, 6), st.floats(0.05, 2.0), st.floats(0.05, 2.0), st.floats(0.0, 0.5), st.booleans()
 )
 def test_equal_stages_whose_wire_is_hidden_need_what_the_plan_says(stages, more, forward, backward, share, flush):
-    """K_s = 2(S-s)-1 loses nothing while ports are busy for up to half of the time, however unequal the passes are."""
+    """K_s = 2(S-s)-1 and more lose nothing while ports are busy for up to half of the time, however unequal the passes are."""
     hop = share * (forward + backward) / 2
     schedule = Schedule("1f1b" if flush else "2bw")
     models = [StageModel(forward, backward, 0.0, int(hop * 1e6), int(hop * 1e6))] * stages
@@ -201,7 +208,7 @@ def test_the_command_prints_a_row_for_each_pipeline_and_writes_their_tasks(tmp_p
     records = tmp_path / "records.jsonl"
     assert main(["sim", scenario(tmp_path, SMALL), "--json", str(records)]) == 0
     out = capsys.readouterr().out
-    assert "small" in out and "1f1b, eager" in out
+    assert "small" in out and "1f1b, roomy" in out
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     kinds = [line["kind"] for line in lines]
     assert (kinds.count("task"), kinds.count("message"), kinds.count("pipeline_end")) == (2 * 9, 8, 1)

@@ -44,7 +44,7 @@ SHAPES = ((125e6, 768), (350e6, 1024), (760e6, 1536), (1.3e9, 2048), (2.7e9, 256
 STEPS_WITHOUT_FLUSH = 6
 """A run of so many steps fills the pipeline once: that is all of the bubble that there is without a flush."""
 ROWS: tuple[tuple[ScheduleName, Depth], ...] = (
-    ("gpipe", "eager"), ("1f1b", "textbook"), ("1f1b", "eager"), ("2bw", "eager"),
+    ("gpipe", "roomy"), ("1f1b", "textbook"), ("1f1b", "roomy"), ("2bw", "roomy"),
 )  # fmt: skip
 BOUNDARIES = ("bf16", "int8")
 BETTER = 1.001

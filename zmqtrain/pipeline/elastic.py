@@ -208,7 +208,7 @@ class ElasticPipeline:
         measured_ranks = tuple(range(comm.size))
         layout = _Layout(epoch=0, comm=comm, measured_ranks=measured_ranks, placement=placement, own=own, before=before)
         logger.info("%s", placement)
-        return cls(layout, optimizer, copy_every, copy_codec, settings | {"schedule": rule})
+        return cls(layout, optimizer, copy_every, copy_codec, settings)
 
     # ------------------------------------------------------------------ training
 
@@ -300,8 +300,9 @@ class ElasticPipeline:
         layout, stage = self._layout, self.stage
         own, placement = tree_of(stage, layout.own.values), layout.placement
         pipeline = Pipeline(
-            layout.comm, placement.stages, own, self._optimizer, ranks=placement.ranks, **self._settings
-        )
+            layout.comm, placement.stages, own, self._optimizer, ranks=placement.ranks,
+            schedule=placement.measured.schedule, **self._settings,
+        )  # fmt: skip
         pipeline.placement = placement
         if self._steps_done and pipeline.run.optimizer is not None:
             pipeline.run.optimizer.restart(pipeline.own, self._steps_done)

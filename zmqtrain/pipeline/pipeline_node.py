@@ -454,7 +454,7 @@ class PipelineNode:
         )  # fmt: skip
         access = find_access(hub, server_key, keys)
         meeting = Meeting(hub, access, name, group, size, timeout_seconds, patient)
-        return cls(training, meeting, node_options or dict, {"schedule": rule, **settings})
+        return cls(training, meeting, node_options or dict, settings)
 
     # ------------------------------------------------------------------ training
 
@@ -743,8 +743,9 @@ class PipelineNode:
         begun = self._with_borrowed(self._sync.start)
         self._sync.take_adoption()
         self._pipeline = Pipeline(
-            comm, placement.stages, begun, self._optimizer, ranks=placement.ranks, **self._settings
-        )
+            comm, placement.stages, begun, self._optimizer, ranks=placement.ranks,
+            schedule=placement.measured.schedule, **self._settings,
+        )  # fmt: skip
         self._pipeline.placement = placement
         self._built += 1
         logger.info("%s", placement)

@@ -75,14 +75,18 @@ class Measured:
     moving_bytes: int = 0
 
     def placed(self, pcs: Sequence[PC]) -> Placement:
-        """Return the plan for these PCs, in the order of the ranks that are to train; one of 2bw without prediction if
-        they cannot hold the copy that it takes. Raises DoesNotFit."""
+        """Return the plan for these PCs, in the order of the ranks that are to train. Where they cannot hold what the
+        schedule takes, it is one without prediction (2bw), and then one of the eager depth. Raises DoesNotFit."""
         try:
             of_all = partition(self.costs, pcs, self.batches.count, schedule=self.schedule, pcs_per_pipeline=len(pcs))
         except DoesNotFit:
-            if self.schedule.copies_held == self.schedule.versions_held:
+            if self.schedule.copies_held > self.schedule.versions_held:
+                smaller = replace(self.schedule, predicts=False)
+            elif self.schedule.depth == "roomy" and self.schedule.name != "gpipe":
+                smaller = replace(self.schedule, depth="eager")
+            else:
                 raise
-            return replace(self, schedule=replace(self.schedule, predicts=False)).placed(pcs)
+            return replace(self, schedule=smaller).placed(pcs)
         plan, batches = of_all.pipelines[0], self.batches
         positions = [self.segments.cuts[stage.begin - 1].position for stage in plan.stages[1:]]
         stages = split(

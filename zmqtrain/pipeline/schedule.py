@@ -6,8 +6,9 @@ Rule 2: each stage makes its forward passes, and its backward passes, in the ord
 therefore summed in one order, and `gpipe` and `1f1b` have the same bits.
 Rule 3: both passes of a micro-batch use the same version of the parameters, at every stage.
 
-K_s, with S stages, s from 0:  eager 2(S-s)-1, which hides the wire as long as a carry and its cotangent need less time
-on it than a stage computes;  textbook S-s.
+K_s, with S stages, s from 0 (the last stage has one):  textbook S-s;  eager 2(S-s)-1, which hides the wire as long as
+a carry and its cotangent need less time on it than a stage computes;  roomy 2(S-s)+1, with two to spare for tasks and
+messages that take longer than others.
 Source: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (PipeDream: 1F1B, 2BW).
 """
 
@@ -21,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 
 ScheduleName = Literal["gpipe", "1f1b", "2bw"]
-Depth = Literal["eager", "textbook"]
+Depth = Literal["roomy", "eager", "textbook"]
 TaskKind = Literal["forward", "backward", "update"]
 AwaitedKind = Literal["batch", "carry", "cotangent"]
 
@@ -46,7 +47,7 @@ class Schedule:
     """
 
     name: ScheduleName = "1f1b"
-    depth: Depth = "eager"
+    depth: Depth = "roomy"
     predicts: bool = True
 
     def __post_init__(self) -> None:
@@ -74,7 +75,8 @@ class Schedule:
         if self.name == "gpipe":
             return micro_batches
         after = stages - stage
-        return min(2 * after - 1 if self.depth == "eager" else after, self.versions_held * micro_batches)
+        most = {"roomy": 2 * after + 1, "eager": 2 * after - 1, "textbook": after}[self.depth] if after > 1 else 1
+        return min(most, self.versions_held * micro_batches)
 
     def late(self, stages: int, micro_batches: int) -> int:
         """Return how many micro-batches of a step lack the update of the step before: those that the first stage may

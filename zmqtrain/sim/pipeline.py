@@ -35,7 +35,7 @@ class SimPipeline:
 
     name: str = ""
     schedule: ScheduleName = "1f1b"
-    depth: Depth = "eager"
+    depth: Depth = "roomy"
     stages: int = 4
     micro_batches: int = 32
     steps: int = 1
