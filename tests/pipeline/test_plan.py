@@ -28,7 +28,7 @@ def test_json_holds_the_row_of_the_design(capsys):
     (pipeline,) = document["pipelines"]
     assert code == 0 and document["fits"] and not document["unused"]
     assert pipeline["efficiency"] == pytest.approx(0.89, abs=0.01)
-    assert [stage["most_in_flight"] for stage in pipeline["stages"]] == [7, 5, 3, 1]
+    assert [stage["most_in_flight"] for stage in pipeline["stages"]] == [9, 7, 5, 1]
     assert all(stage["memory_bytes"] <= 5.5e9 for stage in pipeline["stages"])
     assert max(pipeline["port_use"]) == pytest.approx(0.31, abs=0.01)
     expected = {"1f1b, textbook": (0.73, 0.81), "1f1b, roomy": (0.89, 0.90), "2bw, roomy": (0.98, 0.98)}

@@ -1,13 +1,12 @@
 """Which PC holds which segments of a model, and how many pipelines the PCs make (pure).
 
 A step of a pipeline takes (M - 1) T + fill. T is the period: the longest that a micro-batch occupies a stage, its port,
-or a hop there and back, for then K_s = 2(S-s)-1 micro-batches in flight hide the wire. The fill is the compute of one
+or a hop there and back, for then micro-batches in flight hide the wire. The fill is the compute of one
 micro-batch at all stages, the hops between them, and the sums of tied leaves. Without flush (2bw) a step takes M T.
 With gpipe this is exact where one stage is the slowest both forward and backward. Messages queue where a port is busy
 for more than three quarters of the time, or for more than half of it where one pass is many times as long as the other:
-what that costs (a tenth, at 90 %), only a simulation says. So it does for
-stages that differ in compute by a third: K_s micro-batches in flight do not hide all of their waits, and a step takes
-up to an eighth longer (2bw: a fifth).
+what that costs (a tenth, at 90 %), only a simulation says. So it does for stages that differ in compute by a third: a
+step of the roomy depth takes up to a twentieth longer, one of the eager depth up to a seventh.
 
 Rule 1: the plan is the one with the most micro-batches a second over all pipelines. Data parallel has no bubble, so it
 has as few PCs a pipeline as hold the model, unless a PC fits nowhere else.
@@ -132,7 +131,7 @@ def partition(
 ) -> Partition:
     """Return the pipelines with the most micro-batches a second.
 
-    costs: of the model's segments, in their order.  micro_batches: M, of a step.  schedule: a name is one at the eager
+    costs: of the model's segments, in their order.  micro_batches: M, of a step.  schedule: a name is one at the roomy
     depth.  link: the payload that every PC's port carries; 1 Gb/s if not given.  pcs_per_pipeline: 0: as is best.
     Raises DoesNotFit if the PCs cannot hold the model, with the segment that fits none of them if there is one;
     ConfigError for what cannot be, as fewer micro-batches than PCs of a pipeline, or two PCs of one name.
