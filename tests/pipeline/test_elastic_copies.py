@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.pipeline.losses import NAMES, case
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import encode_payload
-from zmqtrain.pipeline.elastic import _Copy, common, counted, flat, tree_of, values_of
+from zmqtrain.pipeline.elastic import _Copy, common, flat, tree_of, values_of
 from zmqtrain.pipeline.split import Split, split
+from zmqtrain.pipeline.stage_optimizer import counted
 
 FLOAT32 = codec_from_spec("float32")
 

@@ -79,6 +79,8 @@ class World:
     def hello(self, peer: PeerId, share: Share) -> list[object]:
         hello = Hello(peer, pipeline=share.pipeline, holds=(share.first, share.end, share.parts))
         self.shares[peer] = share
+        if peer not in self.hub.members:  # a silent one was lost: the welcome says what of its work has landed
+            self.publishes = {key: one for key, one in self.publishes.items() if key[0] != peer}
         return self.do(self.hub.receive(peer, hello, self.now))
 
     def fetch(self, peer: PeerId) -> None:

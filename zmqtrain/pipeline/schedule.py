@@ -37,9 +37,9 @@ class Schedule:
     """One of the schedules. Raises ConfigError for a name that is none.
 
     gpipe: all forward passes of a step, then all its backward passes.  1f1b: backward passes as soon as they can be.
-    2bw: as 1f1b, but a stage begins step n + 1 while step n is in flight. The first micro-batches of step n + 1, as
-    many as are in flight at the first stage, are *late*: they compute without the update of step n, at every stage. The
-    others have it. A stage holds two versions of its parameters.
+    2bw: as 1f1b, but a stage begins step n + 1 while step n is in flight. The first micro-batches of step n + 1 are
+    *late*: they compute without the update of step n, at every stage. The others have it. A stage holds two versions of
+    its parameters.
     depth: how many micro-batches may be in flight at a stage; gpipe always has all of a step.
     predicts: the late micro-batches of 2bw compute with what the parameters will be after the update that they lack:
     what the last update has changed is added once more (weight prediction: Chen et al. 2018, SpecTrain). It costs a
@@ -79,9 +79,10 @@ class Schedule:
         return min(most, self.versions_held * micro_batches)
 
     def late(self, stages: int, micro_batches: int) -> int:
-        """Return how many micro-batches of a step lack the update of the step before: those that the first stage may
-        have begun when it makes that update. No other stage has begun more of them then."""
-        return 0 if self.flushes else min(self.most_in_flight(0, stages, micro_batches), micro_batches)
+        """Return how many micro-batches of a step lack the update of the step before: as many as the first stage has in
+        flight at the eager depth, or at the textbook's. With more room it makes that update before it begins others."""
+        in_flight = stages if self.depth == "textbook" else 2 * stages - 1
+        return 0 if self.flushes else min(in_flight, micro_batches)
 
 
 class Task(NamedTuple):
