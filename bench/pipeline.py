@@ -313,7 +313,11 @@ def _measure_memory(options: argparse.Namespace) -> None:
             return one
 
         child("hub", "broker").answer()
-        place = "device" if options.optimizer_on == "device" else stack.enter_context(tempfile.TemporaryDirectory())
+        place = (
+            "device"
+            if options.optimizer_on == "device"
+            else stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+        )
         plan = json.dumps(
             {"limit": options.limit, "layers": options.layers, "hub": star.hub_address, "optimizer_on": place}
         )

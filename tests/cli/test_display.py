@@ -100,6 +100,7 @@ def test_of_pipelines_the_headline_counts_whole_ones() -> None:
     hub = {"gain_next": 0.2, "gain_last": 0.3, "pipelines": 2}
     members = [member(f"pc-{number}") | {"pipeline": "3f2a", "parts": "0 to 3 of 8"} for number in range(4)]
     shown = roster(*members, hub=hub)
+    assert "would add" not in roster_headline(roster(*members, hub=hub | {"pipelines": 0}))
     assert roster_headline(shown).endswith("a third pipeline would add about 20 %; the second adds 30 %")
     assert "pipeline 3f2a, parts 0 to 3 of 8" in roster_line(shown)
 

@@ -346,7 +346,9 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "`--keys lab.key_secret`, and the file is not there",
-            ("there is no file lab.key_secret: it is made on the hub (zmqtrain keys new), and copied from there",),
+            (
+                "there is no file lab.key_secret: it is made on the hub, whose broker prints the line that copies it (zmqtrain keys new makes another)",
+            ),
             "Copy it with `scp`, or name its folder too",
             lambda place: ["node", place.keyed, "--keys", "lab.key_secret"],
             code=SERVICE,

@@ -17,6 +17,7 @@ from test_pipeline_node import MICRO_BATCHES, PROGRAM, SGD, Leaves, wait_until
 import zmqtrain as zt
 from zmqtrain.broker.standby import StandbyPlace
 from zmqtrain.pipeline import pipeline_node
+from zmqtrain.transport.key_folder import find_access
 
 pytestmark = pytest.mark.nightly
 
@@ -138,6 +139,31 @@ def test_a_pc_that_is_lost_while_the_broker_is_away_costs_no_other(started: list
     assert isinstance(found.pop("a1"), Leaves)
     assert [found[name] for name in ("a0", "a2")] == [[("a1",)]] * 2 and found["b0"] == []
     assert np.isfinite(pcs.losses["b0"]).all()
+
+
+def test_pcs_that_are_left_over_meet_though_they_come_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_node, "MEET_SECONDS", 1.0)
+    met: list[int] = []
+
+    class Left:
+        size = 3
+
+        def close(self) -> None:
+            """It was."""
+
+    with zt.BrokerThread("tcp://127.0.0.1:0", SETTINGS) as broker:
+
+        def one(late: float) -> None:
+            node = object.__new__(zt.PipelineNode)
+            node._comm, node._pipeline_id = Left(), "0123"
+            node._meeting = pipeline_node.Meeting(broker.address, find_access(broker.address), None, "g", 4, 30.0, True)
+            node._begin_with = lambda comm: (met.append(comm.size), comm.close())
+            threading.Event().wait(late)
+            node._meet_again()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(one, (0.0, 0.3)))
+    assert met == [2, 2]
 
 
 def test_a_pc_that_is_lost_while_pcs_meet_again_leaves_nobody_waiting_for_good(

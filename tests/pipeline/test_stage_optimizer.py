@@ -15,9 +15,9 @@ import pytest
 
 from tests.grids import nightly
 from tests.pipeline.losses import normal
-from zmqtrain.core.errors import CheckpointError
+from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.pipeline import stage_optimizer
-from zmqtrain.pipeline.stage_optimizer import StageOptimizer, groups_of, moving_bytes
+from zmqtrain.pipeline.stage_optimizer import StageOptimizer, counts, groups_of, moving_bytes
 
 OWN = {
     "a": [normal(0, 4, 6), normal(1, 6)],
@@ -109,6 +109,47 @@ def test_groups_have_all_leaves_once_and_a_large_one_is_alone() -> None:
     assert list(groups_of(leaves)) == [range(0, 3), range(3, 4), range(4, 6)]
     assert list(groups_of([])) == []
     assert moving_bytes(optax.adam(0.1), leaves) == pytest.approx(5 * (100 + 2000), rel=0.01)
+
+
+def test_layers_that_are_alike_share_what_is_compiled_and_arrays_inside_a_part_are_seen() -> None:
+    own = {"a": jnp.ones(30), "b": jnp.ones(30)}
+    alike = StageOptimizer(optax.adam(0.1), own, on="host")
+    alike.update(own, jax.tree.map(jnp.ones_like, own))
+    assert len(alike._updates) == 2 and len(alike._compiled) == 1
+
+    def update(slope: Any, state: Any, params: Any = None) -> Any:
+        masks = jax.tree.map_with_path(
+            lambda path, leaf: np.arange(30) < 7 + len(path[0].key) * (path[0].key == "b"), slope
+        )
+        return jax.tree.map(lambda one, mask: -one * mask, slope, masks), state
+
+    masked = optax.GradientTransformation(lambda params: optax.EmptyState(), jax.jit(update))
+    updated, _ = StageOptimizer(masked, own, on="host").update(own, jax.tree.map(jnp.ones_like, own))
+    assert [int(updated[name].sum()) for name in ("a", "b")] == [30 - 7, 30 - 8]
+
+
+def test_nothing_is_compiled_after_the_first_step() -> None:
+    own = copy_of(OWN)
+    optimizer, compiled = StageOptimizer(optax.adam(0.1), own, on="host", in_place=True), []
+    for step in range(3):
+        own, _ = optimizer.update(own, slopes(step))
+        compiled.append(sum(one._cache_size() for one in optimizer._compiled.values()))
+    assert compiled[0] == compiled[1] == compiled[2] == len(optimizer._compiled)
+
+
+@pytest.mark.parametrize("word", ["hots", "file", "Device", ""])
+def test_a_word_that_is_no_place_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="/var/tmp"):
+        StageOptimizer(optax.adam(0.1), OWN, on=word)
+
+
+def test_a_state_counts_where_it_lies_in_the_memory_that_is_planned() -> None:
+    found = {
+        (on, has_card): counts(on, has_card) for on in ("device", "host", "/var/tmp") for has_card in (True, False)
+    }
+    assert [where for where, is_counted in found.items() if is_counted] == [
+        ("device", True), ("device", False), ("host", False),
+    ]  # fmt: skip
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -467,6 +467,12 @@ def test_a_lost_pc_takes_the_turns_that_are_not_whole_with_it():
     assert not world.hub.members.training
 
 
+def test_no_pc_of_a_pipeline_is_asked_to_score_the_model():
+    world, _ = begun()
+    assert world.hub.roster(world.now).evaluator == ""
+    assert {len(member["pipeline"]) for member in world.hub.roster(world.now).members} == {len("one")}
+
+
 def test_a_round_waits_for_pipelines_and_not_for_their_pcs():
     world, one = begun("all")
     two = world.join("two", (0, 1, 2, 3, PARTS))

@@ -266,9 +266,9 @@ def _worse(roster: Roster) -> str:
 def roster_gain(roster: Roster) -> str:
     """Say how much sooner one more PC would reach a loss, and the last one does; "" where nodes share no deltas."""
     count, what = len(roster.members), "PC"
-    if (pipelines := _count(roster.hub, "pipelines")) > 0:
-        count, what = pipelines, "pipeline"
-    if roster.version < 0 or roster.exchange or (count < 2 and "gain_next" not in roster.hub):
+    if "pipelines" in roster.hub:
+        count, what = _count(roster.hub, "pipelines"), "pipeline"
+    if roster.version < 0 or roster.exchange or not count or (count < 2 and "gain_next" not in roster.hub):
         return ""
     more, last = _figure(roster.hub, "gain_next"), _figure(roster.hub, "gain_last")
     if not 0 <= more <= 1:

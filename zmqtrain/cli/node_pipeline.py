@@ -21,6 +21,8 @@ from zmqtrain.node.connect import connect
 from zmqtrain.pipeline.of_program import fewest_pcs, micro_batches_of, optimizer_of
 from zmqtrain.pipeline.pipeline_node import PipelineNode
 from zmqtrain.pipeline.placement import MEMORY_SHARE, usable_memory
+from zmqtrain.pipeline.stage_optimizer import counts
+from zmqtrain.train.step import card_bytes
 from zmqtrain.transport.key_folder import Access
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def _join(
     memory = int(MEMORY_SHARE * parse_bytes(options.card_memory, "card_memory")) if options.card_memory else None
     pcs = settings.pipeline
     if pcs == AUTO_PIPELINE:
-        in_memory = optimizer if options.optimizer_on == "device" else None
+        in_memory = optimizer if counts(options.optimizer_on, card_bytes() is not None) else None
         pcs = fewest_pcs(program, in_memory, memory or usable_memory())
     batch = next(iter(program.batches(0)))
 

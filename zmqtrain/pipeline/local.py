@@ -62,8 +62,8 @@ class LocalPipeline:
         """What was done in the last call of `steps`: the stage and the task, in the order of this process."""
 
     def step(self, batch: Any) -> jax.Array:
-        """Train on one batch and return its loss. Under `2bw` the update that it gives is used from the step after the
-        next on."""
+        """Train on one batch and return its loss. Under `2bw` the late micro-batches of the next step lack the update
+        that it gives."""
         (loss,) = self.steps([batch])
         return loss
 

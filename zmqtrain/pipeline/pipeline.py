@@ -122,7 +122,8 @@ class Pipeline:
     in the PC's memory, which leaves a card to parameters and gradients; or a folder, in whose file it takes no memory.
 
     Raises ConfigError for another number of ranks, for settings in which the ranks differ, for an optimizer that looks
-    at several leaves at once, and as `Split` and `Schedule` do.
+    at several leaves at once, and as `Split` and `Schedule` do; ModelMismatch for other parameters than the stage's;
+    CheckpointError for a folder that cannot be written.
     """
 
     placement: Placement | None = None
@@ -153,16 +154,14 @@ class Pipeline:
             raise ConfigError(f"ranks names each rank from 0 to {comm.size - 1} once, got {list(self.ranks)}")
         self.comm, self.stages, self.stage = comm, stages, stages[self.ranks.index(comm.rank)]
         self.schedule, self.boundary = as_schedule(schedule), Boundary(codec)
-        try:
-            check_form(own, self.stage.own_shapes, "parameter", "parameters")
-        except ModelMismatch as error:
-            raise ModelMismatch(
-                f"rank {comm.rank} computes stage {self.stage.number}, and got those of another: give it the leaves of "
-                f"stages[ranks.index(comm.rank)] ({error})"
-            ) from error
-        own = jax.tree.map(jnp.array, own)  # a copy, for the updates are in place
+        self._clip_norm = check_clip_norm(clip_norm)
         flushes = self.schedule.flushes
         predicts = self.schedule.predicts and not flushes
+        words = f"schedule {self.schedule.name}, depth {self.schedule.depth}, codec {self.boundary.codec}"
+        words += f", clip_norm {self._clip_norm:g}" + ", predicts" * predicts
+        check_terms(comm, f"{words}, {terms_of(stages)}, stages at {' '.join(map(str, self.ranks))}")
+        self._check_own(own)
+        own = jax.tree.map(jnp.array, own)  # a copy, for the updates are in place
         if not flushes and comm.rank == 0:
             late = self.schedule.late(comm.size, stages.micro_batches)
             logger.warning("%s", LATE_GRADIENTS.format(late=late, all=stages.micro_batches))
@@ -175,7 +174,6 @@ class Pipeline:
         self.statistics = PipelineStatistics()
         self.spans: list[Span] | None = None
         """Tasks and waits, with their times, since `record` was called."""
-        self._clip_norm = check_clip_norm(clip_norm)
         self._counted = stages.counted_rows(self.stage.number) if self._clip_norm else ()
         self._machine = StageMachine(self.schedule, self.stage.number, comm.size, stages.micro_batches)
         self._sender = ThreadPoolExecutor(1, "zmqtrain-pipeline-sender")
@@ -186,13 +184,6 @@ class Pipeline:
         self._taken: dict[_Kind, int] = dict.fromkeys(_TAGS, 0)
         self._steps, self._updated = 0, 0
         self._losses: dict[int, float] = {}
-        try:
-            depth = f"schedule {self.schedule.name}, depth {self.schedule.depth}, codec {self.boundary.codec}"
-            depth += f", clip_norm {self._clip_norm:g}" + ", predicts" * predicts
-            check_terms(comm, f"{depth}, {terms_of(stages)}, stages at {' '.join(map(str, self.ranks))}")
-        except BaseException:
-            self.close()
-            raise
 
     @classmethod
     def create(
@@ -243,7 +234,7 @@ class Pipeline:
 
     def steps(self, batches: Iterable[Any]) -> Iterator[float]:
         """Train on whole batches, and yield the loss of each. Under `2bw` a step begins while the one before is in
-        flight, and its update is used from the step after the next on."""
+        flight, and its late micro-batches lack that one's update."""
         return steps_in_flight(self.schedule, batches, self._begin, self._finish)
 
     @property
@@ -319,6 +310,16 @@ class Pipeline:
         self.close()
 
     # ------------------------------------------------------------------ the loop
+
+    def _check_own(self, own: Any) -> None:
+        """Raise ModelMismatch if these are not the parameters of this stage."""
+        try:
+            check_form(own, self.stage.own_shapes, "parameter", "parameters")
+        except ModelMismatch as error:
+            raise ModelMismatch(
+                f"rank {self.comm.rank} computes stage {self.stage.number}, and got other parameters than that has: "
+                f"give it the leaves of stages[ranks.index(comm.rank)] ({error})"
+            ) from error
 
     def _begin(self, batch: Any) -> int:
         self.run.take_batch(self._steps, self.stages.parts(batch))

@@ -648,8 +648,8 @@ class PipelineNode:
         them as are left."""
         size, meeting = self._comm.size, self._meeting
         self._comm.close()
-        alone = f"{meeting.group} {self._pipeline_id}"
-        fewer = [(alone, left) for left in range(size, 0, -1)]
+        # a group has one size: who asks for another ends it for all who wait
+        fewer = [(f"{meeting.group} {self._pipeline_id} {left}", left) for left in range(size, 0, -1)]
         self._meet_one_of(((meeting.group, meeting.size), *fewer), MEET_SECONDS, True)
 
     def _meet_one_of(self, groups: Sequence[tuple[str, int]], seconds: float, patient: bool) -> None:

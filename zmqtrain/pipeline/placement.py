@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from zmqtrain.pipeline.partition import PlannedPipeline, partition
 from zmqtrain.pipeline.schedule import Schedule, check_micro_batches
 from zmqtrain.pipeline.split import MicroBatches, Split, positions_of, split
 from zmqtrain.pipeline.stage import Stage
-from zmqtrain.pipeline.stage_optimizer import OptimizerOn, computed, moving_bytes
+from zmqtrain.pipeline.stage_optimizer import OptimizerOn, computed, counts, moving_bytes, place_of
 from zmqtrain.pipeline.trace import Loss
 from zmqtrain.train.step import card_bytes
 
@@ -72,18 +73,20 @@ class Measured:
     costs: tuple[SegmentCost, ...]
     pcs: tuple[PC, ...]
     schedule: Schedule
+    moving_of: Callable[[Stage], int]
     moving_bytes: int = 0
 
     def placed(self, pcs: Sequence[PC]) -> Placement:
         """Return the plan for these PCs, in the order of the ranks that are to train. Where they cannot hold what the
-        schedule takes, it is one without prediction (2bw), and then one of the eager depth. Raises DoesNotFit."""
+        schedule takes, it is one of the eager depth, and then one without prediction (2bw). Raises DoesNotFit."""
+        room = [replace(pc, memory_bytes=max(0, pc.memory_bytes - self.moving_bytes)) for pc in pcs]
         try:
-            of_all = partition(self.costs, pcs, self.batches.count, schedule=self.schedule, pcs_per_pipeline=len(pcs))
+            of_all = partition(self.costs, room, self.batches.count, schedule=self.schedule, pcs_per_pipeline=len(pcs))
         except DoesNotFit:
-            if self.schedule.copies_held > self.schedule.versions_held:
-                smaller = replace(self.schedule, predicts=False)
-            elif self.schedule.depth == "roomy" and self.schedule.name != "gpipe":
+            if self.schedule.depth == "roomy" and self.schedule.name != "gpipe":
                 smaller = replace(self.schedule, depth="eager")
+            elif self.schedule.copies_held > self.schedule.versions_held:
+                smaller = replace(self.schedule, predicts=False)
             else:
                 raise
             return replace(self, schedule=smaller).placed(pcs)
@@ -92,6 +95,9 @@ class Measured:
         stages = split(
             self.loss_fn, self.params, batches.batch, positions, micro_batches=batches.count, uncut=batches.uncut
         )
+        moving = max((self.moving_of(stage) for stage in stages), default=0)
+        if moving > self.moving_bytes:  # leaves of these stages are larger than was known
+            return replace(self, moving_bytes=moving).placed(pcs)
         names = [pc.name for pc in pcs]
         ranks = tuple(names.index(stage.pc) for stage in plan.stages)
         return Placement(stages=stages, ranks=ranks, measured=self, plan=plan)
@@ -168,7 +174,7 @@ class Training:
         form = jax.eval_shape(lambda tree: tree, self.batch)
         batches = MicroBatches(form, self.micro_batches, frozenset(self.uncut))
         segments = cut_into_segments(self.loss_fn, params, batches, comm.size, most_segments)
-        place = self.optimizer_on if self.optimizer_on in ("device", "host") else "in a file"
+        place = where if isinstance(where := place_of(self.optimizer_on), str) else "in a file"
         terms = f"schedule {rule.name}, depth {rule.depth}, codec {boundary.codec}, optimizer {place}"
         check_terms(comm, f"{terms}, {terms_of(segments)}")
         memory, has_no_card = float(self.memory_bytes or usable_memory()), float(card_bytes() is None)
@@ -180,18 +186,18 @@ class Training:
             for name, one in zip(names, told, strict=True)
         }
         on_host_counts = any(one[-2] for one in told)
-        copies, optimizer, moving = copies * on_host_counts, self.optimizer, 0
-        if optimizer is not None and (place == "in a file" or (place == "host" and not on_host_counts)):
-            optimizer, moving = None, moving_bytes(optimizer, params)
+        copies, optimizer = copies * on_host_counts, self.optimizer
+        if not counts(self.optimizer_on, not on_host_counts):
+            optimizer = None
         measured = Measured(
             loss_fn=self.loss_fn,
             params=params,
             batches=batches,
             segments=segments,
             costs=tuple(costs_of(segments, figures, optimizer, boundary, copies)),
-            pcs=tuple(PC(name=name, memory_bytes=int(one[-1]) - moving) for name, one in zip(names, told, strict=True)),
+            pcs=tuple(PC(name=name, memory_bytes=int(one[-1])) for name, one in zip(names, told, strict=True)),
             schedule=rule,
-            moving_bytes=moving,
+            moving_of=partial(_moving_of, self.optimizer if optimizer is None else None, bool(on_host_counts)),
         )
         trial = measured.placed([replace(pc, memory_bytes=BOUNDLESS) for pc in measured.pcs])
         own_stage = trial.stages[trial.ranks.index(comm.rank)]
@@ -204,6 +210,14 @@ class Training:
         share = min(1.0, max(shares))
         costs = tuple(replace(cost, activation_bytes=int(share * cost.activation_bytes)) for cost in measured.costs)
         return replace(measured, costs=costs).placed(measured.pcs)
+
+
+def _moving_of(optimizer: optax.GradientTransformation | None, on_host_counts: bool, stage: Stage) -> int:
+    """Return what an update of a stage takes at most besides what it holds. optimizer: whose state does not count.
+    on_host_counts: whether it is fetched into the memory that counts; else only new parameters come there."""
+    if optimizer is None:
+        return 0
+    return moving_bytes(optimizer if on_host_counts else optax.identity(), stage.own_shapes)
 
 
 def cut_into_segments(loss_fn: Loss, params: Any, batches: MicroBatches, pcs: int, most: int = 0) -> Split:

@@ -5,16 +5,18 @@
     FOLDER   in a file there that has no name, so that it goes with the process; what is in memory is one group's
 
 Where the state is elsewhere, an update goes through the leaves in groups of a few megabytes: each is fetched, updated
-and put back, so that never more than one group's state is on its way. A stage's optimizer looks at one leaf at a time
-(`coupling`), so groups give the same update as the whole.
+and put back (`moving_bytes`). A stage's optimizer looks at one leaf at a time (`coupling`), so groups give the same
+update as the whole; but each group begins with the same random key, where an optimizer has one.
 Source: Ren et al. 2021 (ZeRO-Offload), Rajbhandari et al. 2021 (ZeRO-Infinity).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -22,13 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from zmqtrain.core.errors import CheckpointError
+from zmqtrain.core.errors import CheckpointError, ConfigError
 
 Result = TypeVar("Result")
 OptimizerOn = Literal["device", "host"] | str | Path
-"""Where the state lies: "device", "host", or a folder."""
+"""Where the state lies: "device", "host", or a folder, which has a separator in its name (or is a Path)."""
 
 GROUP_BYTES = 4 << 20
 """Leaves are updated together until their parameters have so many bytes; a larger one by itself."""
@@ -39,7 +41,8 @@ class StageOptimizer:
 
     own: the parameters.  on: see above.  in_place: an update makes the next parameters in the memory of those before.
     predicts: an update gives, besides, what the parameters will be after one more like it.
-    Raises CheckpointError, here and in an update, if the folder cannot be written.
+    Raises ConfigError for a word that is no place; CheckpointError, here and in an update, if the folder cannot be
+    written.
     """
 
     def __init__(
@@ -54,9 +57,10 @@ class StageOptimizer:
         self._optimizer, self._in_place, self._predicts = optimizer, in_place, predicts
         self._tree: Any = jax.tree.structure(own)
         leaves = jax.tree.leaves(own)
-        self._groups = [range(len(leaves))] if on == "device" else list(groups_of(leaves))
-        self._processor = None if on == "device" else jax.local_devices(backend="cpu")[0]
-        self._file = None if on in ("device", "host") else _StateFile(Path(on))
+        place = place_of(on)
+        self._groups = [range(len(leaves))] if place == "device" else list(groups_of(leaves))
+        self._processor = None if place == "device" else jax.local_devices(backend="cpu")[0]
+        self._file = _StateFile(place) if isinstance(place, Path) else None
         self._updates: dict[int, _Update] = {}
         self._compiled: dict[str, Any] = {}
         """The updates of groups, and what they share, by the computation in words."""
@@ -75,6 +79,8 @@ class StageOptimizer:
             with jax.default_device(self._processor):
                 state = self._optimizer.init(parameters)
             self._states.append(self._kept(counted(state, steps) if steps else state))
+        if self._file is not None:
+            self._file.reserve()
 
     def update(self, own: Any, gradients: Any) -> tuple[Any, Any]:
         """Return the next parameters, and those after one more such update (None unless this predicts). The gradients
@@ -90,9 +96,10 @@ class StageOptimizer:
             self._states[number] = self._kept(made[2], self._states[number])
             for whole, part in ((new, made[0]), (expected, made[1])):
                 for one, leaf in zip(group, jax.tree.leaves(part), strict=part is not None):
-                    whole[one] = leaf if self._processor is None else jax.device_put(leaf, leaves[one].sharding)
+                    whole[one] = self._back(leaf, leaves[one])
             if self._in_place:
                 self._let_go(leaves[one] for one in group)
+            del before, slope, state, made  # before the next group's come
         make = self._tree.unflatten
         return make(new), make(expected) if self._predicts else None
 
@@ -101,8 +108,10 @@ class StageOptimizer:
         leaves = jax.tree.leaves(shapes)
         for number, group in enumerate(self._groups):
             part = self._part(group, (leaves[one] for one in group))
-            state = jax.eval_shape(self._optimizer.init, part)
-            self._updated(number, part, part, state).compile(part, part, state)
+            forms = part, part, jax.eval_shape(self._optimizer.init, part)
+            if self._processor is not None and self._processor != jax.devices()[0]:
+                forms = jax.tree.map(partial(_form_at, self._processor), forms)
+            self._updated(number, *forms).compile(*forms)
 
     @property
     def states(self) -> Iterator[Any]:
@@ -127,6 +136,12 @@ class StageOptimizer:
         place = self._processor
         return (leaf if place is None or leaf.devices() == {place} else jax.device_put(leaf, place) for leaf in leaves)
 
+    def _back(self, leaf: Any, before: Any) -> Any:
+        """Move a leaf to where the one before it is; one that was on no particular device is on none."""
+        if self._processor is None or before.is_deleted() or before.devices() == {self._processor}:
+            return leaf  # where that one was donated, it was here
+        return jax.device_put(leaf, before.sharding) if before.committed else jnp.asarray(np.asarray(leaf))
+
     def _let_go(self, leaves: Iterable[Any]) -> None:
         """Free leaves of a card, of which the processor has a copy; others are donated."""
         for leaf in leaves:
@@ -150,10 +165,10 @@ class StageOptimizer:
 
             closed, shapes = jax.make_jaxpr(updated, return_shape=True)(own, gradients, state)
             leaves = [len(jax.tree.leaves(tree)) for tree in (own, gradients, state)]
-            donated = (self._in_place, predicts or not self._in_place, self._file is None)
+            donated = (self._in_place, predicts or not self._in_place, True)
             places = [one for part, is_donated in enumerate(donated) if is_donated
                       for one in range(sum(leaves[:part]), sum(leaves[: part + 1]))]  # fmt: skip
-            form = f"{closed.jaxpr} {places}" if not closed.consts else f"of group {number}"
+            form = f"of group {number}" if _has_consts(closed) else f"{closed.jaxpr} {places}"
             if form not in self._compiled:
                 self._compiled[form] = jax.jit(jaxpr_as_fun(closed), donate_argnums=places)
             self._updates[number] = _Update(self._compiled[form], jax.tree.structure(shapes))
@@ -196,12 +211,22 @@ class _StateFile:
     def write(self, state: Any, before: Any = None) -> Any:
         """Return the state with its arrays in the file, in the place of a state like it, or at the end. Scalars and
         random keys stay in memory."""
-        try:
+        with self._in_words():
             return jax.tree.map(self._write, state, *([] if before is None else [before]))
+
+    def reserve(self) -> None:
+        """Take the room that all of it needs."""
+        with self._in_words():
+            os.posix_fallocate(self._file.fileno(), 0, max(1, self._end))
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise CheckpointError(
                 f"the optimizer's state cannot be written to {self._folder}: {error.strerror or error}. It takes "
-                f"{self._end / 1e9:.1f} GB so far: free some, or name another folder"
+                f"{self._end / 1e9:.2f} GB there: free some, or name another folder"
             ) from error
 
     def _write(self, leaf: Any, place: Any = None) -> Any:
@@ -229,8 +254,11 @@ class _StateFile:
         array = np.empty(leaf.shape, leaf.dtype)
         values, read = array.reshape(-1).view(np.uint8), 0
         while read < len(values):
-            read += os.preadv(self._file.fileno(), [values.data[read:]], leaf.offset + read)
-        return array
+            got = os.preadv(self._file.fileno(), [values.data[read:]], leaf.offset + read)
+            if not got:
+                raise CheckpointError(f"the file of the optimizer's state in {self._folder} has become shorter")
+            read += got
+        return jnp.array(array)
 
     def clear(self) -> None:
         """Begin with an empty file."""
@@ -240,6 +268,11 @@ class _StateFile:
     def close(self) -> None:
         """Give the room back."""
         self._file.close()
+
+
+def _form_at(device: Any, leaf: Any) -> Any:
+    form: Any = jax.ShapeDtypeStruct
+    return form(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
 
 
 def groups_of(leaves: Sequence[Any]) -> Iterator[range]:
@@ -252,13 +285,36 @@ def groups_of(leaves: Sequence[Any]) -> Iterator[range]:
             begin, size = number + 1, 0
 
 
+def place_of(on: OptimizerOn) -> Literal["device", "host"] | Path:
+    """Return where a state lies. Raises ConfigError for a word that is no place."""
+    if isinstance(on, str) and on not in ("device", "host") and os.sep not in on:
+        raise ConfigError(
+            f"the optimizer's state lies on the device, on the host or in a folder as /var/tmp, got {on!r}"
+        )
+    return "device" if on == "device" else "host" if on == "host" else Path(on).expanduser()
+
+
+def counts(on: OptimizerOn, has_card: bool) -> bool:
+    """Return whether a state counts in the memory that a stage may use: that of a card, or of a PC without one."""
+    place = place_of(on)
+    return place == "device" or (place == "host" and not has_card)
+
+
 def moving_bytes(optimizer: optax.GradientTransformation, params: Any) -> int:
     """Return what an update takes at most besides parameters and gradients, where the state is elsewhere: the state of
-    a group as it was and as it becomes, and the new parameters. params: of the whole model, or their forms."""
+    a group as it was and as it becomes, and the new parameters. params: of a stage, or their forms."""
     largest = max((_nbytes(leaf) for leaf in jax.tree.leaves(params)), default=0)
     state = jax.eval_shape(optimizer.init, params)
     of_params, of_state = (sum(map(_nbytes, jax.tree.leaves(tree))) for tree in (params, state))
     return int((GROUP_BYTES + largest) * (1 + 2 * of_state / max(1, of_params)))
+
+
+def _has_consts(closed: ClosedJaxpr) -> bool:
+    """Return whether a computation has arrays of its own, also within a part of it: its text does not show them."""
+    parts = [part for equation in closed.jaxpr.eqns for part in jax.tree.leaves(list(equation.params.values()))]
+    inner = [part if isinstance(part, ClosedJaxpr) else ClosedJaxpr(part, ())
+             for part in parts if isinstance(part, ClosedJaxpr | Jaxpr)]  # fmt: skip
+    return bool(closed.consts) or any(map(_has_consts, inner))
 
 
 def counted(state: Any, steps: int) -> Any:
