@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from tests.grids import examples
+from zmqtrain.codecs import plain
 from zmqtrain.codecs.plain import bf16, float32
 
 from slabs import raw, slabs
@@ -54,3 +55,23 @@ def test_bf16_sends_what_lies_halfway_to_the_even_one(sign):
     assert raw([through(bf16(), halfway)]) == raw([even])
     theirs = jax.jit(bf16().encode)(halfway, ())[0]
     assert raw([bf16().decode(raw(theirs), halfway.size)]) == raw([even])
+
+
+def test_bf16_has_the_same_bits_with_the_package_of_jax_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 20_000, np.uint64).astype(np.uint32)
+    bits = np.concatenate(
+        [bits, np.arange(0x7FFF0, 0x80010, dtype=np.uint32) << 12, [0, 1, 0x80000000, 0x8000, 0x18000]]
+    )
+    values = bits.astype(np.uint32).view(np.float32)
+    values = values[np.isfinite(values) & (np.abs(values) < 3e38)]
+    assert plain.bfloat16 is not None
+    found = []
+    for package in (plain.bfloat16, None):
+        monkeypatch.setattr(plain, "bfloat16", package)
+        ((coded,), *_) = bf16().encode(values, ())
+        out, added, buffers = np.empty_like(values), np.ones_like(values), raw([coded])
+        bf16().decode_into(buffers, out, False)
+        bf16().decode_into(buffers, added, True)
+        found.append((coded, bf16().decode(buffers, values.size), out, added))
+    for one, other in zip(*found, strict=True):
+        assert one.tobytes() == other.tobytes()
