@@ -13,7 +13,8 @@ import zmqtrain as zt
 from tests.pipeline.test_local import MICRO_BATCHES, PARAMS, batch, loss_fn
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.pipeline.pieces import borrowed, layout_of_stage, parts_of_segments, span_of, spec_of
-from zmqtrain.pipeline.split import Split
+from zmqtrain.pipeline.placement import cut_into_segments
+from zmqtrain.pipeline.split import MicroBatches, Split
 from zmqtrain.programs.text import TextProgram
 
 SCANNED = TextProgram(width=16, layers=4, heads=2, context=16, batch=8, tied=True, clip=0.0)
@@ -101,3 +102,14 @@ def test_rows_of_a_scanned_leaf_are_pieces_of_their_own() -> None:
 def test_a_stage_that_exchanges_nothing_is_refused(segments: Split) -> None:
     with pytest.raises(ConfigError, match="the segments 3 to 3 hold no parameters of their own"):
         shares_of(segments, (0, 1, 2, 3, 4))  # the last has the tied embedding alone
+
+
+@pytest.mark.parametrize("pcs", [2, 3])
+@pytest.mark.parametrize("most", [4, 32])
+def test_each_segment_of_a_pipeline_that_exchanges_parts_has_some_of_its_own(pcs: int, most: int) -> None:
+    """So a plan may give a PC any of them: the head of a tied model alone would have nothing to exchange."""
+    shapes = jax.eval_shape(SCANNED.init, 0)
+    batches = MicroBatches(jax.eval_shape(lambda: next(iter(SCANNED.batches(0)))), 4, frozenset())
+    found = cut_into_segments(SCANNED.loss, shapes, batches, pcs, most)
+    assert len(found) >= pcs
+    assert parts_of_segments(found).segments == tuple(range(len(found)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,8 @@ def as_bytes(values: NDArray[Any]) -> memoryview:
     return values.reshape(-1).view(np.uint8).data
 
 
+_PARSES = 100
+"""A text is parsed so often at most."""
 _DEEPEST = 64
 _LONGEST_TEXT = MAX_TEXT_BYTES // 2
 """What describes a call with these arrays is longer, and must fit in a message too."""
@@ -354,6 +357,15 @@ def read_tree(text: str) -> Tree:
     return Tree((leaf,) * len(shapes), tuple(shapes), text, structure)
 
 
+def _evaluated(text: str) -> Any:
+    """As ast.literal_eval. That may fail where another thread parses at the same time (SystemError: "AST constructor
+    recursion depth mismatch", CPython issue 106905): then it is done again."""
+    for _ in range(_PARSES - 1):
+        with contextlib.suppress(SystemError):
+            return ast.literal_eval(text)
+    return ast.literal_eval(text)
+
+
 def _literal(text: str) -> Any:
     depth = deepest = 0
     for character in text:
@@ -362,6 +374,6 @@ def _literal(text: str) -> Any:
     try:
         if deepest > 2 * _DEEPEST:
             raise ValueError("too deep")
-        return ast.literal_eval(text)
+        return _evaluated(text)
     except (ValueError, TypeError, OverflowError, SyntaxError, MemoryError, RecursionError) as error:
         raise FramingError(f"{text[:80]!r} describes no tree of arrays") from error

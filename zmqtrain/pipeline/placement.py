@@ -30,6 +30,7 @@ from zmqtrain.core.installed import free_memory
 from zmqtrain.pipeline.boundary import Boundary
 from zmqtrain.pipeline.costs import PC, SegmentCost, TiedLeaf
 from zmqtrain.pipeline.partition import PlannedPipeline, partition
+from zmqtrain.pipeline.pieces import parts_of_segments
 from zmqtrain.pipeline.schedule import Schedule, check_micro_batches
 from zmqtrain.pipeline.split import MicroBatches, Split, positions_of, split
 from zmqtrain.pipeline.stage import Stage
@@ -224,16 +225,22 @@ def cut_into_segments(loss_fn: Loss, params: Any, batches: MicroBatches, pcs: in
     """Cut a loss at its marks, or at places that are as cheap as those for whole stages. Raises ConfigError if it has
     fewer segments than there are PCs.
 
-    most: at most so many, and the same ones for every number of PCs up to USUAL_PCS; 0: as many as suit these PCs.
+    most: at most so many, and the same ones for every number of PCs up to USUAL_PCS; each has parameters that no
+    segment before it has, so that each stage has parts of the model to exchange.  0: as many as suit these PCs.
     """
     positions = positions_of(loss_fn, params, batches.form())
     wanted = pcs
-    if most:
+    if parts := most > 0:
         wanted = max(pcs, min(USUAL_PCS, len(positions.marks) + 1 if positions.marks else positions.units))
     else:
         most = MOST_SEGMENTS if positions.marks else min(MOST_SEGMENTS, SEGMENTS_PER_PC * pcs)
-    chosen = positions.candidates(wanted - 1, max(wanted, most) - 1)
-    return split(loss_fn, params, batches.batch, chosen, micro_batches=batches.count, uncut=batches.uncut)
+    cut = partial(split, loss_fn, params, batches.batch, micro_batches=batches.count, uncut=batches.uncut)
+    segments = cut(positions.candidates(wanted - 1, max(wanted, most) - 1))
+    if not parts:
+        return segments
+    owners = parts_of_segments(segments).segments
+    kept = [one.position for number, one in enumerate(segments.cuts, 1) if number in owners and min(owners) < number]
+    return cut(kept) if pcs - 1 <= len(kept) < len(segments.cuts) else segments
 
 
 def costs_of(
