@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import BrokerProcess
-from test_pipeline_node import MICRO_BATCHES, PROGRAM, SGD, Leaves, wait_until
+from test_pipeline_node import MICRO_BATCHES, PROGRAM, SGD, Changes, Leaves
 
 import zmqtrain as zt
 from zmqtrain.broker.standby import StandbyPlace
@@ -40,12 +40,14 @@ class PCs:
         self.ends, self.lost = threading.Event(), set[str]()
         self.nodes: dict[str, zt.PipelineNode] = {}
         self.losses: dict[str, list[float]] = {}
+        self.changes = Changes()
         self._pool = ThreadPoolExecutor(8)
         self.found: dict[str, Future[Any]] = {}
 
     def start(self, name: str, size: int, group: str = "pipeline") -> None:
         self.losses[name] = []
         self.found[name] = self._pool.submit(self._train, name, size, group)
+        self.found[name].add_done_callback(self.changes.say)
 
     def _train(self, name: str, size: int, group: str) -> Any:
         with zt.PipelineNode.join(
@@ -59,6 +61,7 @@ class PCs:
                 if self.ends.is_set():
                     node.leave()
                 self.losses[name].append(node.step(batch))
+                self.changes.say()
                 if node.ended:
                     return node.recoveries
 
@@ -68,7 +71,7 @@ class PCs:
 
     def train_on(self, *names: str) -> None:
         """Wait for some steps more of each, and for aggregates in them."""
-        wait_until(lambda: self.nodes.keys() >= set(names), f"a pipeline with {', '.join(names)}")
+        self.changes.wait_until(lambda: self.nodes.keys() >= set(names), f"a pipeline with {', '.join(names)}")
         steps = {name: len(self.losses[name]) for name in names}
         versions = {name: self.nodes[name].version for name in names}
 
@@ -80,7 +83,7 @@ class PCs:
                 len(self.losses[name]) > steps[name] + 6 and self.nodes[name].version > versions[name] for name in names
             )
 
-        wait_until(have, f"more steps and aggregates of {', '.join(names)}")
+        self.changes.wait_until(have, f"more steps and aggregates of {', '.join(names)}")
 
     def end(self) -> dict[str, Any]:
         """End all, and return what they have recovered from, or their errors."""
@@ -107,8 +110,8 @@ def test_pipelines_go_on_with_the_standby_when_the_first_broker_is_killed(starte
             names = ("a0", "a1", "b0", "b1")
             for name in names:
                 pcs.start(name, 2, group=name[0])
-            wait_until(lambda: pcs.steps(*names) > 4, "some steps of all")
-            wait_until(
+            pcs.changes.wait_until(lambda: pcs.steps(*names) > 4, "some steps of all")
+            pcs.changes.wait_until(
                 lambda: all((roster := pcs.nodes[name].roster) and roster.hub["standby"] for name in names),
                 "a standby in step",
             )
@@ -127,12 +130,12 @@ def test_a_pc_that_is_lost_while_the_broker_is_away_costs_no_other(started: list
         names = ("a0", "a1", "a2", "b0")
         for name in names:
             pcs.start(name, 3 if name[0] == "a" else 1, group=name[0])
-        wait_until(lambda: pcs.steps(*names) > 4, "some steps of all")
+        pcs.changes.wait_until(lambda: pcs.steps(*names) > 4, "some steps of all")
         pcs.train_on(*names)
         first.kill()
         pcs.lost.add("a1")
-        wait_until(pcs.found["a1"].done, "the end of a1")
-        wait_until(lambda: bool(pcs.nodes["a0"].recoveries), "another plan")
+        pcs.changes.wait_until(pcs.found["a1"].done, "the end of a1")
+        pcs.changes.wait_until(lambda: bool(pcs.nodes["a0"].recoveries), "another plan")
         with BrokerProcess(SETTINGS, tmp_path, port=first.port):
             pcs.train_on("a0", "a2", "b0")
             found = pcs.end()
@@ -183,15 +186,15 @@ def test_a_pc_that_is_lost_while_pcs_meet_again_leaves_nobody_waiting_for_good(
         started.append(pcs)
         for name in ("a0", "a1", "a2"):
             pcs.start(name, 3)
-        wait_until(lambda: pcs.steps("a0", "a1", "a2") > 4, "some steps of all")
+        pcs.changes.wait_until(lambda: pcs.steps("a0", "a1", "a2") > 4, "some steps of all")
         pcs.lost.add("a2")
         pcs.train_on("a0", "a1")
         pcs.start("late", 3)  # so that they end, to meet it; and a0 is lost then
-        wait_until(pcs.found["a0"].done, "the end of a0")
+        pcs.changes.wait_until(pcs.found["a0"].done, "the end of a0")
         pcs.train_on("a1")
         assert pcs.nodes["a1"].comm.size == 1
         pcs.start("later", 3)  # and now there are three again
-        wait_until(lambda: pcs.nodes["a1"].comm.size == 3, "a pipeline of three")
+        pcs.changes.wait_until(lambda: pcs.nodes["a1"].comm.size == 3, "a pipeline of three")
         pcs.train_on("a1", "late", "later")
         found = pcs.end()
     assert all(isinstance(found.pop(name), Leaves) for name in ("a0", "a2"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -72,12 +71,21 @@ def trained(node: zt.PipelineNode, batches: list[Any]) -> Any:
     return losses, node.gather(), node.version
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until something is so; fails after a minute and says what was waited for."""
-    until = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < until, f"after a minute: not {what}"
-        time.sleep(0.01)
+class Changes:
+    """Changes in other threads, which can be waited for."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+
+    def say(self, *_: object) -> None:
+        """Something has changed."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until something is so; fails after a minute and says what was waited for."""
+        with self._condition:
+            assert self._condition.wait_for(condition, 60.0), f"after a minute: not {what}"
 
 
 def leaves_of(found: list[Any]) -> list[Any]:
@@ -156,7 +164,8 @@ def test_data_units_are_dealt_to_a_pipeline_as_to_a_node(tmp_path: Path) -> None
             return losses, node.gather(), node.version
 
         first, second = on_all(broker.address, [2, 1], work)
-        wait_until(lambda: not broker.running, "the end of the run, with its units done and all drained")
+        broker._thread.join(60.0)
+        assert not broker.running, "the run has not ended, with its units done and all drained"
     assert all(isinstance(one, tuple) for one in (*first, *second)), (first, second)
     assert first[0][0] == first[1][0] and len(first[0][0]) + len(second[0][0]) == 18
     for one, other in zip(leaves_of(first), leaves_of(second), strict=True):
@@ -207,7 +216,8 @@ def test_a_node_with_the_whole_model_is_told_what_the_run_is(batches: list[Any])
 
 
 def test_a_pc_that_cannot_join_leaves_nobody_waiting(batches: list[Any]) -> None:
-    with zt.BrokerThread("tcp://127.0.0.1:0", EXACT) as broker:
+    changes = Changes()
+    with zt.BrokerThread("tcp://127.0.0.1:0", EXACT, watch=changes.say) as broker:
 
         def one(rank: int) -> BaseException:
             def options() -> dict[str, Any]:
@@ -223,7 +233,7 @@ def test_a_pc_that_cannot_join_leaves_nobody_waiting(batches: list[Any]) -> None
         with ThreadPoolExecutor(2) as pool:
             said = [str(error) for error in pool.map(one, range(2))]
         assert "this pipeline cannot join the run, as pc1 cannot" in said[0] and "codec_on" in said[1]
-        wait_until(lambda: not broker.broker.hub.members, "a run without members")
+        changes.wait_until(lambda: broker.roster is not None and not broker.roster.members, "a run without members")
 
 
 def test_a_schedule_that_does_not_end_its_steps_is_refused_before_anybody_is_met() -> None:

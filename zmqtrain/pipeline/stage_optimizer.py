@@ -152,8 +152,8 @@ class StageOptimizer:
         return state if self._file is None else self._file.write(state, before)
 
     def _updated(self, number: int, own: Any, gradients: Any, state: Any) -> _Update:
-        """Return the update of a group. Groups whose updates are the same computation (layers of a transformer) share
-        what is compiled."""
+        """Return the update of a group. Two groups with the same computation share one compiled function: layers of a
+        transformer are such groups."""
         if number not in self._updates:
             optimizer, predicts = self._optimizer, self._predicts
 
