@@ -30,8 +30,8 @@ TERNARY = {"codec": "ternary:block=128", "broadcast_codec": "ternary:block=128"}
 class Meter:
     port_measured = 0.0
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, shards_on_nodes: bool = False) -> None:
+        self.seconds, self.shards_on_nodes = seconds, shards_on_nodes
 
     def contribution_seconds(self) -> float:
         return self.seconds
@@ -86,6 +86,19 @@ def test_an_exchange_of_all_fragments_takes_so_many_times_the_bytes_and_the_seco
     assert PIECES > 1 and (load.pieces, load.fragments) == (PIECES, 1)
     assert load.bytes_up == PIECES * exchange_bytes(MODEL, TERNARY["codec"], TERNARY["codec"], PIECES).up
     assert (load.node_seconds, load.hub_seconds) == pytest.approx((PIECES * 0.1, PIECES * 0.04))
+
+
+def test_brokers_share_what_the_first_has_measured_of_its_shard_and_the_ports_of_nodes_if_they_run_there() -> None:
+    members = crew(4, exchange_seconds=0.1)
+    for on_nodes in (False, True):
+        planner = LoadPlanner(auto(shards=4, initial="founder"), LinkShare(), Meter(0.01, on_nodes))
+        load = load_of(planner, members, [0.05] * 4)
+        assert (load.shards, load.on_nodes, load.fragments) == (4, on_nodes, 1)
+        assert load.pieces == planner.settings.fragments_of(MODEL) <= PIECES
+        assert load.node_seconds == pytest.approx(load.pieces * 4 * 0.1)
+        assert load.hub_seconds == pytest.approx(load.pieces * 4 * 0.01)
+    many = LoadPlanner(auto(shards=5, initial="founder"), LinkShare(), Meter(0.01, True))
+    assert not load_of(many, members, [0.05] * 4).on_nodes, "a broker more than nodes"
 
 
 def test_what_another_codec_takes_follows_from_what_the_one_that_holds_was_measured_to_take() -> None:

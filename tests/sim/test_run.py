@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.fixed import fixed_run
+from tests.sim.conftest import Line
 from zmqtrain.core.errors import ConfigError, JoinRefused, NonFiniteDelta
 from zmqtrain.programs import load_program
 from zmqtrain.sim import Scenario, SimNode, simulate
@@ -306,6 +307,31 @@ def test_own_final_parameters_are_scored_where_that_is_asked_for(program, scenar
         assert ended.scores["loss"] == pytest.approx(scored.scores["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("on_nodes", [True, False])
+def test_several_brokers_serve_one_model_with_one_plan_and_the_run_can_be_repeated(scenario, on_nodes):
+    program = Line(width=3 * 4096)  # with the bias four blocks
+    of_scenario = {"shards_on_nodes": on_nodes, "link": LinkModel(1e6, 1e-3), "evaluate_seconds": 1.0}
+    auto = {"codec": "auto", "broadcast_codec": "auto", "every": "auto", "delay": "auto", "fragments": "auto"}
+    run = scenario(UNEVEN, shards=4, units=24, of_scenario=of_scenario, **auto)
+    one, again = (simulate(run, program) for _ in range(2))
+    assert comparable(one.records) == comparable(again.records)
+    for ended in one.nodes.values():
+        np.testing.assert_allclose(flat(ended.params), flat(one.params), atol=1e-6)
+    assert len(one.nodes) == 3 and one.scores["loss"] < one.curve()[0][2]
+
+
+def test_brokers_on_nodes_share_their_ports_and_those_beside_them_have_more_room(scenario):
+    run = {"units": 24, "shards": 4, "fragments": 1, "codec": "float32", "broadcast_codec": "float32"}
+    ended = [
+        simulate(
+            scenario(3, **run, of_scenario={"shards_on_nodes": on_nodes, "link": LinkModel(1e6)}), Line(width=3 * 4096)
+        )
+        for on_nodes in (True, False)
+    ]
+    assert ended[0].seconds > ended[1].seconds
+    assert ended[0].samples == ended[1].samples
+
+
 def test_a_node_that_diverges_ends_the_run_with_its_name(program, scenario):
     broken = {"bias": np.full(2, np.nan, np.float32), "weights": program.true}
     with pytest.raises(NonFiniteDelta, match="node-0"):
@@ -391,7 +417,8 @@ def test_a_scenario_that_cannot_be_is_refused():
         ({"nodes": (SimNode(),), "target_loss": 1.0}, "target_loss needs"),
         ({"nodes": (SimNode(),), "settings": fixed_run()}, "never end"),
         ({"nodes": (SimNode(),), "max_seconds": 0.0}, "max_seconds"),
-        ({"nodes": (SimNode(),), "settings": fixed_run(units=1, shards=2)}, "the simulator models one broker"),
+        ({"nodes": (SimNode(),), "settings": fixed_run(units=1, shards=3)}, "beside the first each broker is on a node"),
+        ({"nodes": (SimNode(cut=((1.0, 2.0),)),), "settings": fixed_run(units=1, shards=2)}, "with one broker"),
     ):
         with pytest.raises(ConfigError, match=about):
             Scenario(**{"settings": settings, **wrong})

@@ -12,7 +12,7 @@ import pytest
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
 from zmqtrain.session.virtual import VirtualClockLoop
-from zmqtrain.transport.memory import LinkModel, MemoryHub
+from zmqtrain.transport.memory import LinkModel, Machine, MemoryHub
 
 T = TypeVar("T")
 A, B = PeerId("a#1"), PeerId("b#2")
@@ -117,6 +117,25 @@ def test_two_nodes_share_the_hubs_port_and_control_waits_for_no_bulk() -> None:
             arrivals.append((peer, lane, now()))
         assert [arrival[:2] for arrival in arrivals] == [(A, Lane.CONTROL), (A, Lane.BULK), (B, Lane.BULK)]
         assert [time for _, _, time in arrivals] == pytest.approx([0.25 + 1e-5, 1.25, 2.25])
+
+    run(main())
+
+
+def test_all_that_is_on_one_machine_shares_its_port_and_talks_to_each_other_at_once() -> None:
+    async def main() -> None:
+        machine = Machine()
+        here, there = MemoryHub(LINK, machine=machine, address="tcp://here:1"), MemoryHub(LINK)
+        assert here.address == "tcp://here:1"
+        own, far = here.connect(A, machine), here.connect(B)
+        elsewhere = there.connect(A, machine)
+        await own.send(Lane.BULK, [bytes(1_000_000)])
+        assert (await here.receive())[0] == A and now() == 0.0
+        here.send(B, Lane.BULK, [bytes(1_000_000)])  # the hub's and the node's port is the same one
+        await elsewhere.send(Lane.BULK, [bytes(1_000_000)])
+        await far.receive()
+        assert now() == pytest.approx(1.25)
+        await there.receive()
+        assert now() == pytest.approx(2.25)
 
     run(main())
 

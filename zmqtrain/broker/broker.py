@@ -171,7 +171,7 @@ class Broker:
             (self.options.run or new_run()) if registration is None else registration.peer.run,
             clock.monotonic(),
             None if rule is None else Laggards(rule),
-            self._planner,
+            self._planner if registration is None else None,
             registration.place.shard if registration is not None else 0,
             registration.place.first if registration is not None else "",
         )
@@ -256,6 +256,8 @@ class Broker:
         self.releases.look_at_scores()
         self.hub.latest_incarnation = latest_incarnation(time.time_ns())
         self.core.carry_out(self.hub.tick(now))
+        if (registration := self.options.registration) is not None and (planned := registration.planned) is not None:
+            self.core.carry_out(self.hub.follow(planned))
         self.standby.tick(now)
         self.groups.relays.pump_all()
         self.downlink.look_again()

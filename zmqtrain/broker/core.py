@@ -26,6 +26,7 @@ from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import ProtocolVersionError
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.initialization import sends_optimizer_state
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import MAX_WORDS, Message, Quarantine, Refused, Report, Scalar, Schedule, printable
 from zmqtrain.protocol.pipelines import Share
 from zmqtrain.protocol.standby import TAKES_OVER
@@ -76,6 +77,10 @@ class BrokerAccess:
     def key_name(self, peer: PeerId) -> str:
         """Return the name of the key with which a peer came in, "" where there are none: a node's id stays that
         key's."""
+        return ""
+
+    def host_of(self, peer: PeerId) -> str:
+        """Return the number of the machine from which a peer is connected; "" if that is not known."""
         return ""
 
     def is_operator(self, peer: PeerId) -> bool:
@@ -165,6 +170,7 @@ class LoadMeter:
 
     def __init__(self, core: BrokerCore, share: LinkShare) -> None:
         self._hub, self._downlink, self._codec, self._share = core.hub, core.downlink, core.codec, share
+        self._host_of = core.access.host_of
         self._contributions_before = self._hub.contributions
         self._measured_from: tuple[int, float] | None = None
         self._limited: float | None = share.limit()
@@ -195,6 +201,13 @@ class LoadMeter:
     @property
     def port_measured(self) -> float:
         return self._downlink.port_measured
+
+    @property
+    def shards_on_nodes(self) -> bool:
+        """See HubMeter: by where the connections of brokers and nodes come from."""
+        members = self._hub.members
+        brokers = {self._host_of(one.peer) for one in members.in_state(MemberState.SHARD)} - {""}
+        return bool(brokers) and any(self._host_of(one.peer) in brokers for one in members.values() if one.is_node)
 
     @property
     def known_rate(self) -> float:

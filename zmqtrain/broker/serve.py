@@ -120,6 +120,9 @@ class RouterAccess(BrokerAccess):
     def key_name(self, peer: PeerId) -> str:
         return self._channel.name_of(peer)
 
+    def host_of(self, peer: PeerId) -> str:
+        return self._channel.host_of(peer)
+
     def is_operator(self, peer: PeerId) -> bool:
         """Return whether a peer has the hub's own keys, or, where there are no keys, is on this machine."""
         return self._channel.is_of_this_machine(peer) if self._folder is None else self.has_hub_keys(peer)

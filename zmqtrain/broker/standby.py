@@ -546,6 +546,12 @@ class Registration(_FirstSession):
         assert self.peer.settings is not None
         return self.peer.settings
 
+    @property
+    def planned(self) -> RunSettings | None:
+        """The newest settings of the first, of which nothing is auto; None before it has answered."""
+        timetable = self.peer.timetable
+        return None if timetable is None else timetable.newest
+
     def ends(self, nodes: int) -> bool:
         """Return whether this broker must end: the run is over, and its nodes have left, or had time to.
 

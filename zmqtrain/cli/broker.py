@@ -156,7 +156,7 @@ class BrokerConfig(PortOptions, RunOptions):
         if self.from_file is not None:
             raise ConfigError(f"with which parameters the run begins (--from) is to be said where {where}")
         require("wait_seconds", self.wait_seconds, 0)
-        not_given = RunSettings(shards=self.shards)  # where there are several, nothing is auto
+        not_given = RunSettings(shards=self.shards)
         names = [field.name for field in fields(RunSettings) if field.name != "shards"]
         given = [name for name in names if getattr(self, name) != getattr(not_given, name)]
         if given:

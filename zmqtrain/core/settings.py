@@ -207,7 +207,7 @@ class RunSettings:
                 )
             object.__setattr__(self, "codec", codec)
             object.__setattr__(self, "fragments", fragments)
-        if self.mode == "strict" or self.shards > 1:
+        if self.mode == "strict":
             for name, auto in FITTED.items():
                 if getattr(self, name) == auto:
                     object.__setattr__(self, name, FIXED[name])
@@ -309,13 +309,16 @@ class RunSettings:
         return self.fragments == AUTO_FRAGMENTS
 
     def fragments_of(self, model: ModelSpec) -> int:
-        """Return into how many fragments a model is cut: auto, one where a round takes fragments as they come (every
-        release rule but quorum); of a model that is cut for pipelines each part is one."""
+        """Return into how many fragments a model, or each broker's shard of it, is cut.
+
+        auto: one where a round takes fragments as they come (every release rule but quorum).  Of a model that is cut
+        for pipelines each part is one.
+        """
         if parts := parts_of(model):
             return len(set(parts))
-        values = count_values(model)
         if not self.carries_all:
             return self.fragments
+        values = -(-count_values(model) // self.shards)
         return pieces_of(values) if self.release.partition(":")[0] == "quorum" else 1
 
     def scheduled(self, **chosen: Any) -> RunSettings:

@@ -28,6 +28,7 @@ from zmqtrain.core.types import (
     ExchangeStatistics,
     ModelSpec,
     Part,
+    StepSchedule,
     Update,
 )
 from zmqtrain.node.node import Node, open_node
@@ -57,13 +58,13 @@ class ShardedNode:
         self.clock, self.name, self.settings, self.peer_id = first.clock, first.name, first.settings, first.peer_id
         self.population: Population | None = None
         """See Exchange: no population has several brokers."""
-        self._count, self._fragments = first.settings.shards, first.settings.fragments
+        self._count, self._fragments = first.settings.shards, 0
         self._layout: WholeLayout | None = None
         self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
         first.answers_later, first.idle = True, self._tell_idle
         # the first broker deals the data units, and hears the reports
         self.batches, self.batches_as_they_come = first.batches, first.batches_as_they_come
-        self.schedule, self.describe = first.schedule, first.describe
+        self.describe = first.describe
         self.report, self.report_scores = first.report, first.report_scores
 
     # ------------------------------------------------------------------ what the first broker knows
@@ -121,6 +122,7 @@ class ShardedNode:
         Raises ModelMismatch, ConfigError (a model of fewer blocks than fragments of all brokers), JoinRefused,
         HubUnreachable, NonFiniteDelta.
         """
+        self._fragments = self.settings.fragments_of(model)
         self._layout = WholeLayout(model, self._fragments, self._count)
         self._first.begin_join(model, leaves, score=score, optimizer_state=optimizer_state)
         while True:
@@ -266,6 +268,12 @@ class ShardedNode:
             for shard, line in enumerate(self._lines)
             for fragment in line.next_fragments()
         )
+
+    def schedule(self, paced: bool = False) -> StepSchedule:
+        """See Exchange: k and d are those of the first broker, which plans; codecs change at versions of each."""
+        for line in self._lines[1:]:
+            line.schedule()
+        return self._first.schedule(paced)
 
     def offer(self, fragment: int, segments: Sequence[Array], counts: Counts, *, dense: bool = False) -> int | None:
         """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""

@@ -18,7 +18,6 @@ from typing import Protocol
 import numpy as np
 
 from zmqtrain.codecs.base import coding_from_spec
-from zmqtrain.codecs.fragment import BLOCK_VALUES
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO, RunSettings, pieces_of
 from zmqtrain.core.specs import parse_rate
@@ -47,7 +46,6 @@ from zmqtrain.protocol.schedules import Plan
 from zmqtrain.train.minibatch import REFERENCE_PERCENTILE
 from zmqtrain.transport.pacing import LinkShare
 
-FRAGMENTS_TRIED = (1, 2, 4, 8, 16, 32, 64)
 """With several brokers, where an exchange carries one fragment of each."""
 
 SCHEDULES_TRIED = 4
@@ -66,7 +64,7 @@ class Wish:
 
     parameters: of the model.  node_bits, hub_bits: rate of a node's port and of each broker's, bits per second; share:
     of them that training may take.  codec, broadcast_codec: "": chosen, and as the way up.  fragments: 0: an exchange
-    carries the whole model (with several brokers: chosen).  every, delay: 0: chosen.  node_batches: the critical batch
+    carries the whole model.  every, delay: 0: chosen.  node_batches: the critical batch
     size, in batches of one node.
     step_on: a card ("device") or the processor trains.  cores: of a node's machine.  hub_cores: of the hub's, idle.
     node_ns, hub_ns, held_seconds: as for `exchange_costs`; None: the table's.
@@ -114,7 +112,7 @@ class Wish:
     @property
     def carries_all(self) -> bool:
         """Whether an exchange carries all fragments of the model, as in `RunSettings`."""
-        return self.fragments == 0 and self.shards == 1
+        return self.fragments == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +191,8 @@ def make_plan(wish: Wish) -> RunPlan:
     Raises ConfigError for a codec, or a number of fragments, that cannot be.
     """
     codecs = (wish.codec,) if wish.codec else CODECS
-    plans = (_plan(wish, codec, fragments) for codec in codecs for fragments in _fragments(wish))
+    fragments = wish.fragments or pieces_of(-(-wish.parameters // wish.shards))
+    plans = (_plan(wish, codec, fragments) for codec in codecs)
     return min(plans, key=lambda plan: plan.rank)
 
 
@@ -204,15 +203,6 @@ def variants(wish: Wish) -> Iterator[RunPlan]:
             yield make_plan(replace(wish, shards=shards))
     for bits in HUB_BITS:
         yield make_plan(replace(wish, hub_bits=bits, on_nodes=False))
-
-
-def _fragments(wish: Wish) -> Sequence[int]:
-    if wish.fragments:
-        return (wish.fragments,)
-    if wish.carries_all:
-        return (pieces_of(wish.parameters),)
-    blocks = -(-wish.parameters // BLOCK_VALUES)
-    return [fragments for fragments in FRAGMENTS_TRIED if fragments * wish.shards <= max(blocks, wish.shards)]
 
 
 def _plan(wish: Wish, codec: str, fragments: int) -> RunPlan:
@@ -276,6 +266,10 @@ class HubMeter(Protocol):
     @property
     def port_measured(self) -> float:
         """The bytes per second that the hub's port was seen to carry; 0: not known."""
+
+    @property
+    def shards_on_nodes(self) -> bool:
+        """Whether brokers of the run share the ports of its nodes."""
 
 
 class LoadPlanner:
@@ -352,10 +346,10 @@ class LoadPlanner:
 
         steps: the seconds of a step, of those that have said it.  now: what holds, and was measured.  held: seconds.
         """
-        settings, nodes, values = self.settings, len(members), count_values(model)
+        settings, nodes, values, shards = self.settings, len(members), count_values(model), self.settings.shards
         fragments = settings.fragments_of(model)
         at_once = fragments if settings.carries_all else 1
-        sizes = exchange_bytes(model, codec, broadcast_codec, fragments)
+        sizes = exchange_bytes(model, codec, broadcast_codec, fragments, shards)
         slowest_counts = settings.waits or self._rule.one_each
         fastest = max((one.measured for one in members), default=0.0)
         shares = [LinkShare(one.link, one.share) for one in members if one.link_rate > 0]
@@ -365,13 +359,14 @@ class LoadPlanner:
         percentile = 100 - REFERENCE_PERCENTILE if settings.follows_speed else 50.0
         measured_step = float(np.percentile(steps, percentile))
         coded = _median_seconds(one.report.exchange_seconds for one in members if one.report is not None)
-        here = exchange_costs(values / fragments, sizes.up, sizes.down, codec, broadcast_codec, nodes, codec_on="host")
-        holding = exchange_bytes(model, now.codec, now.broadcast_codec, fragments)
-        there = exchange_costs(
-            values / fragments, holding.up, holding.down, now.codec, now.broadcast_codec, nodes, codec_on="host"
-        )
-        # what was measured is of the codec that holds; the table says how another compares with it
-        node_seconds = coded * here.node_seconds / there.node_seconds
+        ways = codec, broadcast_codec, nodes, shards
+        here = exchange_costs(values / fragments, sizes.up, sizes.down, *ways, codec_on="host")
+        holding = exchange_bytes(model, now.codec, now.broadcast_codec, fragments, shards)
+        ways = now.codec, now.broadcast_codec, nodes, shards
+        there = exchange_costs(values / fragments, holding.up, holding.down, *ways, codec_on="host")
+        # what was measured is of the codec that holds, and of this broker's shard; the table says how another codec
+        # compares with it
+        node_seconds = shards * coded * here.node_seconds / there.node_seconds
         meter = self.meter
         contribution, port = (0.0, 0.0) if meter is None else (meter.contribution_seconds(), meter.port_measured)
         hub_seconds = nodes * contribution * here.hub_seconds / there.hub_seconds
@@ -383,6 +378,8 @@ class LoadPlanner:
             node_rate=typical,
             hub_rate=self.share.usable(max(typical_rate(members), port) or payload_rate(ASSUMED_BITS)),
             fragments=1 if settings.carries_all else fragments,
+            shards=shards,
+            on_nodes=meter is not None and meter.shards_on_nodes and 1 < shards <= nodes,
             pieces=fragments if settings.carries_all else 0,
             node_seconds=at_once * node_seconds,
             hub_seconds=at_once * hub_seconds,

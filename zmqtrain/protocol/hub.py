@@ -168,9 +168,9 @@ class Hub:
     """The hub's state machine.
 
     settings, rule: of the run.  run: its id.  preemption: who lags in a population (initial own); None: nobody.
-    planner: chooses the settings that are auto; None: they stay as they begin.  shard: index among several brokers; a
-    broker other than the first (0) has no data units, and hears from its nodes who has drained.  first: address of the
-    first, if this is another.
+    planner: chooses the settings that are auto; None: they stay as they begin, or `follow` those of another broker.
+    shard: index among several brokers; a broker other than the first (0) has no data units, and hears from its nodes
+    who has drained.  first: address of the first, if this is another.
 
     version: of the last aggregate, -1 before the run is initialized.  exchange: how nodes exchange gradients in every
     step, past this hub; "": they publish to it.  latest_incarnation: the highest that a peer may say.
@@ -1164,6 +1164,11 @@ class Hub:
     def seconds(self, now: float) -> float:
         """Return how long the run has lasted, with what it lasted before a restart of its broker."""
         return self._seconds_before + now - self._began
+
+    def follow(self, planned: RunSettings) -> list[HubEffect]:
+        """Plan as the first broker does, at another of several. planned: what holds there, or will."""
+        schedule = self.replanning.follow(self.version, planned)
+        return [] if schedule is None else [Broadcast(schedule)]
 
     def _describe(self, member: Member, software: str, now: float) -> dict[str, Scalar]:
         """software: the versions that most nodes have."""

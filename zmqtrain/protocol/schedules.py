@@ -8,6 +8,7 @@ ask for another one without interruption for `HOLD_VERSIONS` and `HOLD_SECONDS`:
 hesitation of a PC costs more than it gains. A provisional plan is for the beginning, at version 0: later, as where all
 nodes come again, what holds is of measurements, and stays until there are new ones.
 Rule 3: how a plan follows from measurements is the planner's business; what is fixed in the settings stays.
+Rule 4: of several brokers the first plans. The others announce what it has announced, each at a version of its own.
 """
 
 from __future__ import annotations
@@ -83,6 +84,11 @@ class Timetable:
             self._entries = [*kept, (schedule.from_version, settings)]
             if settings.codec not in self._codecs:
                 self._codecs.append(settings.codec)
+
+    @property
+    def newest(self) -> RunSettings:
+        """The settings that hold, or will hold, last."""
+        return self._entries[-1][1]
 
     def at(self, version: Version) -> RunSettings:
         """Return the settings from the step boundary on at which `version` was applied: nothing is auto in them except
@@ -165,9 +171,20 @@ class Replanning:
         if nodes == self._nodes and not self._holds(_is_other(settings, wanted, plan.gain), plan.gain, version, now):
             return None
         self._nodes, self._other_since = frozenset() if plan.provisional else nodes, None
-        if wanted == settings.to_dict():
+        return None if wanted == settings.to_dict() else self._announce(plan.text, version, wanted)
+
+    def follow(self, version: Version, planned: RunSettings) -> Schedule | None:
+        """Return the schedule with which another broker of the run has what the first has planned; None: it has it.
+
+        version: of this hub.  planned: the newest settings of the first.
+        """
+        wanted, newest = planned.to_dict(), self._timetable.newest
+        if version < 0 or all(wanted[name] == getattr(newest, name) for name in PLANNED):
             return None
-        self.text, self._from_version = plan.text, version + LEAD_VERSIONS if version else 0
+        return self._announce("as the first broker has planned", version, wanted)
+
+    def _announce(self, text: str, version: Version, wanted: Mapping[str, Any]) -> Schedule:
+        self.text, self._from_version = text, version + LEAD_VERSIONS if version else 0
         schedule = Schedule(from_version=self._from_version, **{name: wanted[name] for name in PLANNED})
         self._timetable.add(schedule)
         return schedule

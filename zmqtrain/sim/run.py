@@ -6,6 +6,7 @@ Rule 2: what is measured costs no virtual time.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.broker.broker import Broker, BrokerOptions
 from zmqtrain.broker.core import BrokerAccess
+from zmqtrain.broker.standby import Registration, ShardPlace
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.interfaces import Channel
@@ -27,6 +31,7 @@ from zmqtrain.core.types import Array, Buffer, ModelSpec, PeerId, Version
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record, record, release_facts
 from zmqtrain.node.node import Node, NodeOptions
+from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.costs import ExchangeCosts, exchange_costs
 from zmqtrain.planning.schedule import exchange_bytes, model_of
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
@@ -41,10 +46,11 @@ from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import LoopHooks
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.transport.memory import LinkModel, MemoryHub
+from zmqtrain.transport.memory import LinkModel, Machine, MemoryHub
 from zmqtrain.transport.pacing import LinkShare
 
 ADDRESS = "memory://hub"
+"""Of the first broker."""
 NANO = 1e-9
 FASTEST_BITS = 1e12
 """A plan counts on no faster link."""
@@ -122,6 +128,11 @@ def simulate(
 # ---------------------------------------------------------------------- the processes of a run
 
 
+def _address(shard: int) -> str:
+    """Return where nodes find the broker of a shard."""
+    return f"tcp://shard-{shard}:5555" if shard else ADDRESS
+
+
 def _port_rate(link: LinkModel) -> float:
     """Return what a plan counts on of such a port, in bytes per second."""
     return min(link.bits_per_second, FASTEST_BITS) / 8
@@ -170,12 +181,12 @@ def _costs(scenario: Scenario, values: int, settings: RunSettings, nodes: int) -
 class _SharedCoder(DeltaCoder):
     """A coder that decodes what other nodes have decoded before only once: the same bytes, the same arrays."""
 
-    def __init__(self, model: ModelSpec, settings: RunSettings, decoded: OrderedDict[Any, Any]) -> None:
-        super().__init__(model, settings)
-        self._decoded = decoded
+    def __init__(self, model: ModelSpec, settings: RunSettings, shard: int, decoded: OrderedDict[Any, Any]) -> None:
+        super().__init__(model, settings, shard=shard)
+        self._shard, self._decoded = shard, decoded
 
     def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
-        key = (codec, fragment, *map(bytes, frames))
+        key = (codec, self._shard, fragment, *map(bytes, frames))
         if key not in self._decoded:
             self._decoded[key] = super()._decode(codec, fragment, frames)
             if len(self._decoded) > DECODED_KEPT:
@@ -185,15 +196,18 @@ class _SharedCoder(DeltaCoder):
 
 
 class NodeProcess:
-    """One simulated node process: the `Dialer` of its node. noise: on its connection."""
+    """One simulated node process: the `Dialer` of its node. machine: where it is.  hubs: by address.  noise: on its
+    connections.  lines: its node, and those at the other brokers, if there are several."""
 
-    def __init__(self, clock: VirtualTime, hub: MemoryHub, noise: FrameNoise | None) -> None:
-        self.environment, self._hub, self._noise = VirtualEnvironment(clock), hub, noise
-        self.node: SimulatedNode | None = None
+    def __init__(
+        self, clock: VirtualTime, machine: Machine, hubs: Mapping[str, MemoryHub], noise: FrameNoise | None
+    ) -> None:
+        self.environment, self._machine, self._hubs, self._noise = VirtualEnvironment(clock), machine, hubs, noise
+        self.lines: list[SimulatedNode] = []
         self.thread: VirtualThread | None = None
 
     def dial(self, address: str, peer: PeerId) -> Channel:
-        channel = self._hub.connect(peer)
+        channel = self._hubs[address].connect(peer, self._machine)
         channel.noise = self._noise
         return channel
 
@@ -218,18 +232,24 @@ class NodeProcess:
 class SimulatedNode(Node):
     """A node whose codec takes modelled time.
 
-    decoded: shared by the nodes of a simulation: the aggregates decoded recently.
+    decoded: shared by the nodes of a simulation: the aggregates decoded recently.  first: as of `Node`.
     """
 
     def __init__(
-        self, options: NodeOptions, process: NodeProcess, scenario: Scenario, decoded: OrderedDict[Any, Any]
+        self,
+        options: NodeOptions,
+        process: NodeProcess,
+        scenario: Scenario,
+        decoded: OrderedDict[Any, Any],
+        first: Node | None = None,
     ) -> None:
-        super().__init__(options, process)
-        self._scenario, self._decoded = scenario, decoded
-        process.node, process.environment.codec_seconds = self, self._seconds_of
+        super().__init__(options, process, first)
+        self.process, self.scenario, self.decoded = process, scenario, decoded
+        process.lines.append(self)
+        process.environment.codec_seconds = process.lines[0]._seconds_of
 
     def make_coder(self, model: ModelSpec) -> DeltaCoder:
-        return _SharedCoder(model, self.settings, self._decoded)
+        return _SharedCoder(model, self.settings, self.shard, self.decoded)
 
     @property
     def exchange_seconds(self) -> float:
@@ -240,17 +260,46 @@ class SimulatedNode(Node):
         """Return the time of a job that codes so many values."""
         timetable = self.peer.timetable
         settings = self.settings.at_first if timetable is None else timetable.at(self.offers.version)
-        return node_codec_seconds(self._scenario, values, settings)
+        return node_codec_seconds(self.scenario, values, settings)
 
 
-class _NodeKeys(BrokerAccess):
-    """A broker's port at which nodes come in with the keys of a scenario."""
+class SimulatedShards(ShardedNode):
+    """A node of several simulated brokers. first: the node at the first of them, welcomed."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, first: SimulatedNode) -> None:
+        super().__init__(first, first.process, inf)
+        self._simulated = first
+
+    def open_line(self, address: str) -> Node:
+        first = self._simulated
+        peer = PeerId(f"{first.name}#line-{len(first.process.lines)}")
+        options = replace(first.options, peer=peer, addresses=(address,), events=None)
+        line = SimulatedNode(options, first.process, first.scenario, first.decoded, first)
+        line.start()
+        return line
+
+
+class _Access(BrokerAccess):
+    """A broker's port at which nodes come in with the keys of a scenario, and from their machines.
+
+    hosts: by shard, on which node its broker is, "" where it is on none.  dial: reaches the first broker from there.
+    """
+
+    connects = True
+
+    def __init__(self, scenario: Scenario, hosts: Sequence[str], dial: Callable[[PeerId], Channel]) -> None:
         self._keys = {node.name: node.key for node in scenario.named_nodes()}
+        self._hosts, self._dial = hosts, dial
 
     def key_name(self, peer: PeerId) -> str:
         return self._keys.get(peer.partition("#")[0], "")
+
+    def host_of(self, peer: PeerId) -> str:
+        name = peer.partition("#")[0]
+        return name if name in self._keys else self._hosts[int(name.rpartition("-")[2])]
+
+    def dial(self, address: str, peer: PeerId) -> Channel:
+        return self._dial(peer)
 
 
 class _Recorder(BrokerRecorder):
@@ -293,7 +342,11 @@ class _Simulation:
         self.scheduler = VirtualTime()
         self.recorder = _Recorder(self, None if record is None else record / "broker.jsonl")
         self.recorders: dict[str, NodeRecorder] = {}
-        self.process = VirtualEnvironment(self.scheduler)
+        names, shards = [node.name for node in scenario.named_nodes()], self.settings.shards
+        self.machines = {name: Machine() for name in names}
+        self.hosts = ["", *(names[: shards - 1] if scenario.shards_on_nodes else [""] * (shards - 1))]
+        self.hubs: dict[str, MemoryHub] = {}
+        self.brokers: dict[int, Broker] = {}
         self.model = SharedModel(program)
         self.records: list[Record] = []
         self.results: dict[str, TrainingResult] = {}
@@ -304,7 +357,7 @@ class _Simulation:
         self.noises: dict[str, FrameNoise] = {}
         self.target_seconds = inf
         self.scores_at_end: dict[str, float] = {}
-        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
+        self._evaluated: tuple[list[Version], dict[str, float]] = ([], {})
         self._decoded: OrderedDict[Any, Any] = OrderedDict()
 
     def run(self) -> SimResult:
@@ -318,31 +371,68 @@ class _Simulation:
                 recorder.close()
 
     async def _live(self) -> None:
-        enter(self.process)
-        link = self.scenario.hub_link
-        self.channel = MemoryHub(self.scenario.link, queue_messages=1 << 16, hub_link=link, free_heads=True)
-        share = None if link is None else _KnownRate(_port_rate(link))
-        options = BrokerOptions(run="run-simulated", events=self.recorder, share=share)
-        self.broker = Broker(self.channel, self.settings, options, _NodeKeys(self.scenario))
+        shards = self.settings.shards
+        for shard in range(shards):
+            link = None if self.hosts[shard] else self.scenario.hub_link
+            self.hubs[_address(shard)] = MemoryHub(
+                self.scenario.link, queue_messages=1 << 16, hub_link=link, free_heads=True,
+                machine=self.machines.get(self.hosts[shard]), address=_address(shard),
+            )  # fmt: skip
+        self.channel = self.hubs[ADDRESS]
+        enter(hub := VirtualEnvironment(self.scheduler))
+        self.broker = self._make_broker(hub, 0, _Access(self.scenario, self.hosts, self.channel.connect))
         self.hub = self.broker.hub
-        self.broker.downlink.uploads.scale(_port_rate(link or self.scenario.link))
-        self.process.codec_seconds = lambda values: hub_codec_seconds(
-            self.scenario, values, self.hub.timetable.at(self.hub.version), max(1, len(self.hub.live))
-        )
-        serving = self.scheduler.spawn(self.broker.run())
+        serving = [self.scheduler.spawn(self.broker.run())]
+        serving += [self.scheduler.spawn(self._serve_shard(shard)) for shard in range(1, shards)]
         for node in self.scenario.named_nodes():
             self._add(node)
         for fault in self.scenario.faults:
             self._plan(fault)
         if self.scenario.evaluate_seconds:
             self.scheduler.call_at(0.0, self._evaluate_again)
-        serving.add_done_callback(lambda _: self.scheduler.call_at(self.scheduler.now + 1.0, self.scheduler.stop))
+        serving[0].add_done_callback(lambda _: self.scheduler.call_at(self.scheduler.now + 1.0, self.scheduler.stop))
         await self.scheduler.wait_threads(self.scenario.max_seconds)
         self.result = self._result(time.perf_counter() - self._began)
         for process in self.processes:
             process.kill()
-        self.broker.stop()
-        await serving
+        for broker in self.brokers.values():
+            broker.stop()
+        await asyncio.gather(*serving)
+
+    def _make_broker(
+        self, process: VirtualEnvironment, shard: int, access: _Access, registration: Registration | None = None
+    ) -> Broker:
+        """Return a broker of the run, made in its process, which the caller has entered."""
+        scenario, host = self.scenario, self.hosts[shard]
+        link = None if host else scenario.hub_link
+        options = BrokerOptions(
+            run="run-simulated",
+            events=None if shard else self.recorder,
+            share=None if link is None else _KnownRate(_port_rate(link)),
+            registration=registration,
+        )
+        settings = self.settings if registration is None else registration.settings
+        broker = self.brokers[shard] = Broker(self.hubs[_address(shard)], settings, options, access)
+        broker.downlink.uploads.scale(_port_rate(link or scenario.link))
+        of_a_node = replace(scenario, hub_threads=1.0) if host else scenario
+        hub = broker.hub
+        process.codec_seconds = lambda values: hub_codec_seconds(
+            of_a_node, values, hub.timetable.at(hub.version), max(1, len(hub.live))
+        )
+        return broker
+
+    async def _serve_shard(self, shard: int) -> None:
+        """Be the process of another broker than the first."""
+        enter(process := VirtualEnvironment(self.scheduler))
+        machine = self.machines.get(self.hosts[shard])
+        access = _Access(self.scenario, self.hosts, lambda peer: self.channel.connect(peer, machine))
+        place = ShardPlace(shard=shard, shards=self.settings.shards, first=ADDRESS)
+        begun: asyncio.Future[Registration] = self.scheduler.loop.create_future()
+        # in a thread, as it waits for its session to begin
+        process.begin(f"broker-{shard}", lambda: begun.set_result(Registration(place, _address(shard), access)))
+        registration = await begun
+        await registration.welcomed()
+        await self._make_broker(process, shard, access, registration).run()
 
     def _plan(self, fault: Fault) -> None:
         """Have a fault befall its node; what stops, unplugs and slows it is in the node's own windows already."""
@@ -368,11 +458,11 @@ class _Simulation:
         if any(fault.target == node.name and fault.kind in ("drop", *NOISE_KINDS) for fault in self.scenario.faults):
             noise = self.noises[node.name] = FrameNoise(f"{self.settings.seed}/{node.name}/{life}")
         recorder = None
-        if self.folder is not None:
+        if self.folder is not None and self.settings.shards == 1:  # else it cannot be replayed
             spoilt = {field: getattr(node, field) for field in SPOILT}
             recorder = NodeRecorder(self.folder / f"{node.name}.jsonl", spoilt, scheduler)
             self.recorders[node.name] = recorder
-        process = NodeProcess(scheduler, self.channel, noise)
+        process = NodeProcess(scheduler, self.machines[node.name], self.hubs, noise)
         options = NodeOptions(
             peer=peer, name=node.name, addresses=(ADDRESS,), codec_on="host", events=recorder,
             share=_KnownRate(_port_rate(self.scenario.link)), incarnation=1,
@@ -408,14 +498,15 @@ class _Simulation:
                 scheduler.call_at(when, partial(happen, peer))
                 scheduler.call_at(when, partial(self._say_membership, node.name, word))
 
-    def _train(self, node: SimNode, exchange: Node, process: NodeProcess, life: int) -> None:
+    def _train(self, node: SimNode, first: SimulatedNode, process: NodeProcess, life: int) -> None:
         self._say_membership(node.name, "joined")
         program = NodeProgram(self.program, node, self.initial_params, self.scenario.score_nodes)
         before_step, before_part = self._computation(node)
-        exchange.message_delay = node.induced(self.settings.seed).message_delays(node.name)
-        exchange.start()
-        exchange.wait(lambda: exchange.peer.settings is not None, None)
-        process.welcomed(exchange.settings)
+        first.message_delay = node.induced(self.settings.seed).message_delays(node.name)
+        first.start()
+        first.wait(lambda: first.peer.settings is not None, None)
+        process.welcomed(first.settings)
+        exchange = first if first.settings.shards == 1 else SimulatedShards(first)
         loss_before: list[Any] = []
 
         def watch(number: int, loss: Any) -> None:
@@ -482,13 +573,13 @@ class _Simulation:
         self.scheduler.call_at(self.scheduler.now + self.scenario.evaluate_seconds, self._evaluate_again)
 
     def _evaluate(self) -> dict[str, float]:
-        version = self.broker.aggregator.version
-        if version < 0:
+        versions = self._versions()
+        if min(versions) < 0:
             return {}
-        if version != self._evaluated[0]:
-            self._evaluated = (version, self.model.scores(self._published()))
+        if versions != self._evaluated[0]:
+            self._evaluated = (versions, self.model.scores(self._published()))
         scores = self._evaluated[1]
-        facts = {"version": version, "samples": self.hub.samples, **scores}
+        facts = {"version": versions[0], "samples": self.hub.samples, **scores}
         self._record(record("evaluation", self.scheduler.now, **facts))
         self.recorder.write(self.recorder.record("evaluation", **facts))
         if scores.get("loss", inf) <= self.scenario.target_loss and self.target_seconds == inf:
@@ -496,20 +587,31 @@ class _Simulation:
             self.scheduler.stop()
         return scores
 
+    def _versions(self) -> list[Version]:
+        """Return the version of each broker's shard, -1 where it has none."""
+        shards = map(self.brokers.get, range(self.settings.shards))
+        return [-1 if broker is None else broker.aggregator.version for broker in shards]
+
     def _published(self) -> list[Any]:
-        aggregator = self.broker.aggregator
-        return list(aggregator.layout.join(aggregator.published)) if aggregator.version >= 0 else []
+        """Return the leaves of the shared model, of all brokers; none before each has its shard."""
+        if min(self._versions()) < 0:
+            return []
+        parts = [one.layout.join(one.published) for one in (self.brokers[n].aggregator for n in sorted(self.brokers))]
+        return [
+            np.concatenate([*map(np.ravel, of_leaf)]).reshape(leaf.shape)
+            for leaf, *of_leaf in zip(self.hub.model, *parts, strict=True)
+        ]
 
     def _result(self, wall_seconds: float) -> SimResult:
-        scores, hub, now = self._evaluate(), self.hub, self.scheduler.now
+        scores, hub, now, brokers = self._evaluate(), self.hub, self.scheduler.now, self.brokers.values()
         figures = {
             "version": hub.version,
             "samples": hub.samples,
             "steps": sum(self.steps.values()),
-            "contributions": hub.contributions,
-            "refused": hub.refused,
-            "bytes_up": sum(one.node.link.bytes_sent for one in self.processes if one.node is not None),
-            "bytes_down": self.broker.downlink.bytes_sent,
+            "contributions": sum(one.hub.contributions for one in brokers),
+            "refused": sum(one.hub.refused for one in brokers),
+            "bytes_up": sum(line.link.bytes_sent for one in self.processes for line in one.lines),
+            "bytes_down": sum(one.downlink.bytes_sent for one in brokers),
         }
         self._record(record("run_end", now, **{**figures, "target_seconds": self.target_seconds, **scores}))
         leaves = self._published()

@@ -111,6 +111,8 @@ class Scenario:
     codec_scale: instead, codecs take what the planner's table says of them, for a model of so many times the values (0:
     they do not); on the processor or the card of a node (codec_on), and on so many threads of the hub (hub_threads).
     score_nodes: each node's own final parameters are scored too.
+    shards_on_nodes: of several brokers the first has the hub's port, and each other shares that of a node; else each
+    has a port as the hub's.
     faults: what befalls which node when, besides what the nodes say of themselves.
     """
 
@@ -128,6 +130,7 @@ class Scenario:
     codec_on: Place = "host"
     hub_threads: float = 1.0
     score_nodes: bool = False
+    shards_on_nodes: bool = True
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
@@ -136,10 +139,15 @@ class Scenario:
         names = [node.name or f"node-{number}" for number, node in enumerate(self.nodes)]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"two nodes have the same name: {', '.join(sorted(twice))}")
-        if self.settings.shards > 1:
+        shards = self.settings.shards
+        if self.shards_on_nodes and shards > len(self.nodes) + 1:
             raise ConfigError(
-                f"shards = {self.settings.shards}: the simulator models one broker; say shards = 1 (a port of "
-                f"{self.settings.shards} times the rate comes near to so many brokers)"
+                f"shards = {shards}: beside the first each broker is on a node, and there are {len(self.nodes)}; say "
+                "fewer shards, or shards_on_nodes = false"
+            )
+        if shards > 1 and (self.faults or any(node.cut or node.killed_at < inf for node in self.nodes)):
+            raise ConfigError(
+                "losses, cut wires and faults are simulated with one broker: leave them out, or say shards = 1"
             )
         if self.settings.start_nodes > len(self.nodes):
             raise ConfigError(

@@ -449,10 +449,10 @@ class DelayedSync:
         return leaves
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
-        """Offer one fragment to each broker, or all of them to the only one."""
+        """Offer to each broker one of its fragments, or all of them."""
         fragments = self.exchange.next_fragments()
         taken = sum(self._offer_fragment(leaves, fragment) is not None for fragment in fragments)
-        self._tracker.refused += (self._each if self.settings.carries_all else self.settings.shards) - taken
+        self._tracker.refused += self.settings.shards * (self._each if self.settings.carries_all else 1) - taken
         return self._apply_due(leaves) if taken and self._schedule.delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:

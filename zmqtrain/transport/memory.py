@@ -55,6 +55,17 @@ class _Port:
 _Ports = dict[Lane, _Port]
 
 
+class Machine:
+    """The port of one machine of the star: what all hubs and nodes there send and receive shares its rate.
+
+    What they say to each other takes no time.
+    """
+
+    def __init__(self) -> None:
+        self.tx: _Ports = {lane: _Port() for lane in Lane}
+        self.rx: _Ports = {lane: _Port() for lane in Lane}
+
+
 @dataclass(frozen=True, slots=True)
 class Fate:
     """What becomes of one message. delays: how many seconds later each copy of it arrives; breaks: it ends its
@@ -79,12 +90,13 @@ class _Stream:
     paused: what is sent is held, as on a wire that is cut.
     """
 
-    def __init__(
-        self, lane: Lane, hub: MemoryHub, ports: tuple[_Port, _Port], up: bool, channel: MemoryChannel
-    ) -> None:
-        links = (hub.link, hub.hub_link or hub.link)
+    def __init__(self, lane: Lane, hub: MemoryHub, up: bool, channel: MemoryChannel) -> None:
+        links, machines = (hub.link, hub.hub_link or hub.link), (channel.machine, hub.machine)
+        if channel.machine is hub.machine:
+            links = (None, None)
         self._tx_link, self._rx_link = links if up else links[::-1]
-        self._tx, self._rx = ports
+        sender, receiver = machines if up else machines[::-1]
+        self._tx, self._rx = sender.tx[lane], receiver.rx[lane]
         self.lane, self.peer, self._hub, self._up, self._channel = lane, channel.peer, hub, up, channel
         self._receiver: MemoryHub | MemoryChannel = hub if up else channel
         self._wire: list[tuple[int, list[Buffer], int]] = []  # not sent on: there was no connection, or it paused
@@ -221,11 +233,9 @@ class MemoryChannel:
 
     refused = obstacle = ""  # nobody is refused here
 
-    def __init__(self, hub: MemoryHub, peer: PeerId) -> None:
-        self.peer = peer
+    def __init__(self, hub: MemoryHub, peer: PeerId, machine: Machine | None = None) -> None:
+        self.peer, self.machine = peer, machine or Machine()
         self._hub = hub
-        self._tx: _Ports = {lane: _Port() for lane in Lane}
-        self._rx: _Ports = {lane: _Port() for lane in Lane}
         self._inbox: dict[Lane, deque[tuple[_Stream, list[Buffer]]]] = {lane: deque() for lane in Lane}
         self._incoming, self._news = Gate(), Gate()
         self._fairness = Fairness()
@@ -238,9 +248,8 @@ class MemoryChannel:
 
     def _open(self) -> None:
         """Make new streams both ways, connected unless the hub has cut this peer off (or is closed)."""
-        hub = self._hub
-        self._up = {lane: _Stream(lane, hub, (self._tx[lane], hub._rx[lane]), True, self) for lane in Lane}
-        self._down = {lane: _Stream(lane, hub, (hub._tx[lane], self._rx[lane]), False, self) for lane in Lane}
+        self._up = {lane: _Stream(lane, self._hub, True, self) for lane in Lane}
+        self._down = {lane: _Stream(lane, self._hub, False, self) for lane in Lane}
 
     def _deliver(self, stream: _Stream, frames: list[Buffer]) -> None:
         self._inbox[stream.lane].append((stream, frames))
@@ -339,11 +348,10 @@ class MemoryHub:
 
     link: of every port; None delivers at once.  hub_link: of the hub's port, if it is another; the latency is link's.
     free_heads: heads and control messages take the latency alone, because they are small; only payloads take a port's
-    time.  queue_messages: how many messages a lane holds, per node and direction, from `send` to the receiver's
-    `receive`; a node's `send` then waits, the hub's raises ChannelFull.
+    time.  machine: where the hub is; None: on one of its own.  address: by which it is known.
+    queue_messages: how many messages a lane holds, per node and direction, from `send` to the receiver's `receive`; a
+    node's `send` then waits, the hub's raises ChannelFull.
     """
-
-    address = "memory://hub"
 
     def __init__(
         self,
@@ -352,12 +360,13 @@ class MemoryHub:
         queue_messages: int = 64,
         hub_link: LinkModel | None = None,
         free_heads: bool = False,
+        machine: Machine | None = None,
+        address: str = "memory://hub",
     ) -> None:
         if queue_messages < 1:
             raise ConfigError(f"queue_messages must be at least 1, got {queue_messages}")
         self.link, self.hub_link, self.free_heads, self._limit = link, hub_link, free_heads, queue_messages
-        self._tx: _Ports = {lane: _Port() for lane in Lane}
-        self._rx: _Ports = {lane: _Port() for lane in Lane}
+        self.machine, self.address = machine or Machine(), address
         self._channels: dict[PeerId, MemoryChannel] = {}
         self._cut: set[PeerId] = set()
         self._paused: set[PeerId] = set()
@@ -366,8 +375,10 @@ class MemoryHub:
         self._fairness = Fairness()
         self._closed = False
 
-    def connect(self, peer: PeerId) -> MemoryChannel:
+    def connect(self, peer: PeerId, machine: Machine | None = None) -> MemoryChannel:
         """Return a node's end; a second one of the same name takes the connection over, as at the real hub.
+
+        machine: where the node is; None: on one of its own.
 
         Raise ConfigError for a name that the real hub would ignore, ChannelClosed after `close`.
         """
@@ -377,7 +388,7 @@ class MemoryHub:
         before = self._channels.pop(peer, None)
         if before is not None:
             before._lose()
-        channel = MemoryChannel(self, peer)
+        channel = MemoryChannel(self, peer, machine)
         self._channels[peer] = channel
         if self._accepts(channel):
             channel._connect()

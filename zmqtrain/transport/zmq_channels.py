@@ -717,12 +717,18 @@ class RouterChannel:
 
         self._seats.owner_of = owner
 
-    def is_of_this_machine(self, peer: PeerId) -> bool:
-        """Return whether a peer is connected, and from an address of this machine alone."""
+    def host_of(self, peer: PeerId) -> str:
+        """Return the number of the machine from which a peer is connected; "" if it is not, or from several."""
         seat = self._seats.get(peer)
         self._guard.look()
         there = [self._guard.connections.get(descriptor) for descriptor in ([] if seat is None else seat.descriptors)]
-        return bool(there) and all(one is not None and is_own_address(one.address) for one in there)
+        hosts = {"" if one is None else one.address for one in there}
+        return hosts.pop() if len(hosts) == 1 else ""
+
+    def is_of_this_machine(self, peer: PeerId) -> bool:
+        """Return whether a peer is connected, and from an address of this machine alone."""
+        host = self.host_of(peer)
+        return bool(host) and is_own_address(host)
 
     def admit(self, names: Mapping[str, str]) -> dict[str, str]:
         """Authorise clients with these public keys from now on, under these names, and no others.
