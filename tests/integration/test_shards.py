@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from zmqtrain.broker.checkpoint import merge_parts
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.broker.standby import ShardPlace
+from zmqtrain.broker.standby import ShardPlace, StandbyPlace
 from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import NodeRecorder
@@ -211,6 +211,47 @@ def test_a_shard_that_comes_back_at_another_address_is_found_there(tmp_path, cap
         trainer.stop.set()
         trainer.join()
     assert f"looks for the hub, which was at {second.address}, at {back.address}" in caplog.text
+
+
+def in_step(trainer, shard):
+    line = trainer.node._lines[shard]
+    return line.roster is not None and line.roster.hub["standby"] != ""
+
+
+def goes_on(trainer, shard, address):
+    """Wait until a node exchanges a shard with the broker at an address that has taken it over."""
+    line = trainer.node._lines[shard]
+    trainer.wait_until(lambda: (line.address, line.peer.term) == (address, 1))
+    seen = version_at(trainer, shard)
+    trainer.wait_until(lambda: version_at(trainer, shard) > seen + 5)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_of_several_brokers_each_may_have_a_standby_which_takes_its_place_when_it_is_killed(shard):
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(BrokerProcess(RunSettings(**CALM), None))
+        second = stack.enter_context(BrokerProcess(None, None, place=place_of(first.address, 1, 2)))
+        follows = StandbyPlace(first=(first, second)[shard].address, takeover_seconds=0.5)
+        standby = stack.enter_context(BrokerProcess(None, None, standby=follows))
+        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: shared(t) and in_step(t, shard) and version_at(t, 1 - shard) > 5)
+        (first, second)[shard].kill()
+        for trainer in trainers:
+            goes_on(trainer, shard, standby.address)
+        address = (standby, first)[shard].address
+        trainers[0].wait_until(
+            lambda: (roster := trainers[0].node.roster) is not None
+            and roster.shards == ("", (second, standby)[shard].address)
+        )
+        late = Trainer(address, "pc-3", params=wide(1), endless=True)
+        late.wait_until(lambda: shared(late))
+        for trainer in (*trainers, late):
+            trainer.stop.set()
+        params = [trainer.join() for trainer in (*trainers, late)]
+        assert standby.interrupt() == 0
+    held_out = next(batches(10**6))
+    assert all(loss(one, held_out) < loss(parameters(), held_out) / 2 for one in params)
 
 
 def test_nodes_wait_for_the_shards_that_are_missing_and_say_which(caplog):

@@ -226,7 +226,9 @@ class Broker:
                         await self.core.stop.wait()
         finally:
             receiving.cancel()
-            reason = RUN_OVER if self.hub.units.ledger.finished and not self.hub.nodes else "the broker was stopped"
+            first = self.options.registration
+            finished = self.hub.units.ledger.finished or (first is not None and first.peer.over)
+            reason = RUN_OVER if finished and not self.hub.nodes else "the broker was stopped"
             for peer in list(self.hub.members):
                 self.downlink.send(peer, Goodbye(reason))
             await asyncio.gather(receiving, return_exceptions=True)

@@ -20,7 +20,7 @@ from zmqtrain.broker.checkpoint import RunFolders, new_run
 from zmqtrain.broker.core import BrokerAccess
 from zmqtrain.broker.standby import Registration, ShardPlace, Standby, StandbyPlace, TakeoverState
 from zmqtrain.checkpoint.model_files import Beginning
-from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused, ZmqTrainError
 from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
 """Between the message to a revoked peer and the end of its connection, so that it can read the message."""
+REGISTER_SECONDS = 0.5
+"""Between two attempts of a shard that is taken over to register with the first broker."""
 START_SECONDS = 60.0
 STOP_SECONDS = 90.0
 
@@ -270,13 +272,18 @@ class _Host:
     ) -> Broker:
         settings, place = self.settings if takeover is None else takeover.settings, self.options.get("place")
         name, term, shard = self.options.get("run") or new_run(), 0, 0
-        if place is not None:
+        if takeover is not None:
+            name, term, shard = str(takeover.state["run"]), int(takeover.state["term"]), int(takeover.state["shard"])
+            if shard:
+                assert settings is not None and self.follower is not None
+                public = self.follower.address
+                place = ShardPlace(shard=shard, shards=settings.shards, first=takeover.first, address=public)
+                await self._register_again(place, access)
+        elif place is not None:
             public = place.address or public_address(self.address, channel.address, place.first)
             self.registration = Registration(place, public, access)
             await self.registration.welcomed()
             settings, name, shard = self.registration.settings, self.registration.peer.run, place.shard
-        elif takeover is not None:
-            name, term = str(takeover.state["run"]), int(takeover.state["term"])
         assert settings is not None, "a broker has settings, or another that gives them"
         checkpoint = self.options.get("checkpoint")
         options: dict[str, Any] = {key: one for key, one in self.options.items() if key not in ("keys", "place")}
@@ -286,6 +293,20 @@ class _Host:
         broker = Broker(channel, settings, BrokerOptions(**options), access)
         channel.remember(broker.hub.records.owner)
         return broker
+
+    async def _register_again(self, place: ShardPlace, access: RouterAccess) -> None:
+        """Register the shard of a broker that is taken over: once the first has forgotten that one, or is back."""
+        while not (self.follower is None or self.follower.stopped):
+            self.registration = Registration(place, place.address, access)
+            try:
+                return await self.registration.welcomed()
+            except (JoinRefused, HubUnreachable) as error:
+                if isinstance(error, JoinRefused) and error.reason != "shard":
+                    raise
+                logger.info("this shard is not registered with the first broker yet, and tries again: %s", error)
+            await asyncio.to_thread(self.registration.close)
+            await asyncio.sleep(REGISTER_SECONDS)
+        raise ZmqTrainError(f"this standby was ended before it served shard {place.shard} in place of its broker")
 
     def _stop_at_signals(self, running: Broker | Standby) -> None:
         """Have each signal that ends a broker call `interrupted`, if there is one, and stop what runs."""

@@ -274,7 +274,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyPlace(Place):
-    """The place of a standby, which follows the first. takeover_seconds: how long the first must be gone."""
+    """The place of a standby, which follows the broker at `first`. takeover_seconds: how long that must be gone."""
 
     takeover_seconds: float = 3.0
 
@@ -289,15 +289,18 @@ class ShardPlace(Place):
 
 @dataclass(frozen=True)
 class TakeoverState:
-    """What a broker takes over: a hub's state, with its new term, and the arrays that go with it."""
+    """What a broker takes over: a hub's state, with its new term, and the arrays that go with it. first: where the
+    first broker is, "" if that is the one that is taken over."""
 
     state: dict[str, Any]
     settings: RunSettings
     aggregator: Aggregator
+    first: str = ""
 
 
 class _FirstSession(NullListener):
-    """A broker's session with the first broker of its run, in a thread of its own.
+    """A broker's session with the first broker of its run, or a standby's with the one that it follows, in a thread of
+    its own.
 
     meanwhile: what goes on without the first.
     """
@@ -327,11 +330,11 @@ class _FirstSession(NullListener):
 
 
 class Standby(_FirstSession):
-    """A standby on `channel`, which nodes reach at `address`: it follows the first broker, and may take over.
+    """A standby on `channel`, which nodes reach at `address`: it follows a broker, and may take over.
 
-    Rule 1: it has a line to the first broker and the port at which nodes will look for it, both from the start.
+    Rule 1: it has a line to that broker and the port at which nodes will look for it, both from the start.
     Rule 2: it applies what it receives at once, so that a takeover takes no longer than the decision.  Rule 3: until
-    then it answers each peer at its port that it is a standby, and counts that peer as one that misses the first.
+    then it answers each peer at its port that it is a standby, and counts that peer as one that misses its broker.
     """
 
     def __init__(self, channel: HubChannel, place: StandbyPlace, address: str, access: BrokerAccess) -> None:
@@ -358,7 +361,7 @@ class Standby(_FirstSession):
         receiving = asyncio.create_task(self._receive_forever())
         try:
             await self._answered(
-                "A standby has a copy of the first broker's folder of keys (--keys)",
+                "A standby has a copy of its broker's folder of keys (--keys)",
                 f"no broker answers at {self.place.first} (waited {self.place.wait_seconds:g} s), and a standby must "
                 "have heard it once: start that first, check the address, the port and the firewall; one with keys "
                 "answers only brokers with its keys folder (--keys)",
@@ -395,9 +398,7 @@ class Standby(_FirstSession):
             why = self._policy.obstacle(now) or "fewer than half of the nodes that it had miss it"
             if why != self._said or now - self._said_at >= SAY_AGAIN_SECONDS:
                 self._said, self._said_at = why, now
-                text = (
-                    "the first broker, at %s, is gone, and this standby does not take over: %s (to have it take over "
-                )
+                text = "the broker at %s is gone, and this standby does not take over: %s (to have it take over "
                 logger.warning(text + "all the same: zmqtrain promote %s)", self.place.first, why, self.address)
         return due
 
@@ -434,7 +435,8 @@ class Standby(_FirstSession):
             else f"the broker at {self.place.first} is gone, say its nodes",
         )
         assert follower.settings is not None
-        return TakeoverState(state, follower.settings, self._aggregator)
+        first = follower.shards[0] if follower.shard else ""
+        return TakeoverState(state, follower.settings, self._aggregator, first)
 
     def _close(self, reason: str = "") -> bool:
         self._link.close(reason)
@@ -465,7 +467,7 @@ class Standby(_FirstSession):
     # ------------------------------------------------------------------ Listener (network thread)
 
     def on_changed(self) -> None:
-        self._log_when_back("the first broker, at %s, is followed again")
+        self._log_when_back("the broker at %s is followed again")
 
     def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
         """Apply a copy of the first, or a release, in a thread of its own."""
@@ -482,15 +484,16 @@ class Standby(_FirstSession):
 
     def on_job_failed(self, error: BaseException) -> None:
         if not isinstance(error, ZmqTrainError):
-            logger.error("what the first broker sent cannot be applied", exc_info=error)
-            error = ZmqTrainError(f"what the first broker sent cannot be applied: {error!r}")
+            logger.error("what the broker that is followed sent cannot be applied", exc_info=error)
+            error = ZmqTrainError(f"what the broker that is followed sent cannot be applied: {error!r}")
         self.on_failed(error)
 
     def _copy(self, replica: Replica, frames: list[Buffer]) -> None:
         settings = self.follower.settings
         assert settings is not None, "a copy comes after Welcome"
-        aggregator = Aggregator(settings)
-        hub = Hub(settings, release_rule_from_spec(settings.release), self.follower.run)
+        shard, first = self.follower.shard, next(iter(self.follower.shards), "")
+        aggregator = Aggregator(settings, shard)
+        hub = Hub(settings, release_rule_from_spec(settings.release), self.follower.run, shard=shard, first=first)
         state, arrays = unpack_replica(frames, replica.state)
         hub.restore(state)
         if hub.version >= 0:
@@ -521,7 +524,8 @@ class Registration(_FirstSession):
         self.place, self.address = place, address
         self.name = f"broker {place.shard}/{place.shards}"
         peer = PeerId(f"broker-{place.shard}#{secrets.token_hex(4)}")
-        self.peer = Peer(peer, self.name, role=Claim(place.shard, address), incarnation=1)
+        claim = Claim(place.shard, address)
+        self.peer = Peer(peer, self.name, role=claim, incarnation=1, addresses=(place.first,))
         super().__init__(self.peer, place, access, "Its shard is served on")
         self._reminded_at = self._not_over_at = clock.monotonic()
         self._link.start()

@@ -496,8 +496,6 @@ class Hub:
 
     def _obstacle_to_standby(self, sender: PeerId, hello: Hello) -> str:
         """Return why this hub takes no standby, or not this one; "" if it does."""
-        if self.settings.shards > 1:
-            return "this run has several brokers: a standby follows one broker that has the whole model"
         if self.exchange:
             return f"the nodes of this run exchange with {_exchange_flag(self.exchange)}, past the broker"
         if not ADDRESS.fullmatch(hello.address):
