@@ -51,16 +51,15 @@ def test_a_flag_takes_back_what_the_file_says(tmp_path: Path) -> None:
     assert broker(f"--config={path}", "--no-insecure").insecure is False
 
 
-def test_nothing_told_is_auto_and_what_holds_in_strict_mode_and_with_several_shards_is_fixed(tmp_path: Path) -> None:
+def test_nothing_told_is_auto_with_several_brokers_too_and_what_holds_in_strict_mode_is_fixed(tmp_path: Path) -> None:
     words = [word for name in FITTED for word in (f"--{name.replace('_', '-')}", "auto")]
-    for usual in (broker("--insecure"), broker("--insecure", *words)):
+    several = broker("--insecure", "--shards", "2", "--delay", "auto"), broker("--insecure", "--shard", "0/2")
+    for usual in (broker("--insecure"), broker("--insecure", *words), *several):
         assert usual.is_planned and {name: getattr(usual, name) for name in FITTED} == FITTED
     file = write(tmp_path, "".join(f'{name} = "auto"\n' for name in FITTED))
     assert broker("--insecure", "--config", file).to_dict() == RunSettings().to_dict()
     strict = broker("--insecure", "--mode", "strict", "--release", "all", "--every", "auto")
-    several = broker("--insecure", "--shards", "2", "--delay", "auto")
-    for fixed in (strict, several, broker("--insecure", "--shard", "0/2")):
-        assert not fixed.is_planned and {name: getattr(fixed, name) for name in FITTED} == FIXED
+    assert not strict.is_planned and {name: getattr(strict, name) for name in FITTED} == FIXED
 
 
 def test_every_field_is_a_key_of_the_file(tmp_path: Path) -> None:

@@ -241,8 +241,10 @@ def test_of_several_brokers_each_may_have_a_standby_which_takes_its_place_when_i
             goes_on(trainer, shard, standby.address)
         address = (standby, first)[shard].address
         trainers[0].wait_until(
-            lambda: (roster := trainers[0].node.roster) is not None
-            and roster.shards == ("", (second, standby)[shard].address)
+            lambda: (
+                (roster := trainers[0].node.roster) is not None
+                and roster.shards == ("", (second, standby)[shard].address)
+            )
         )
         late = Trainer(address, "pc-3", params=wide(1), endless=True)
         late.wait_until(lambda: shared(late))

@@ -417,7 +417,7 @@ def test_a_scenario_that_cannot_be_is_refused():
         ({"nodes": (SimNode(),), "target_loss": 1.0}, "target_loss needs"),
         ({"nodes": (SimNode(),), "settings": fixed_run()}, "never end"),
         ({"nodes": (SimNode(),), "max_seconds": 0.0}, "max_seconds"),
-        ({"nodes": (SimNode(),), "settings": fixed_run(units=1, shards=3)}, "beside the first each broker is on a node"),
+        ({"nodes": (SimNode(),), "settings": fixed_run(units=1, shards=3)}, "beside the first each broker"),
         ({"nodes": (SimNode(cut=((1.0, 2.0),)),), "settings": fixed_run(units=1, shards=2)}, "with one broker"),
     ):
         with pytest.raises(ConfigError, match=about):

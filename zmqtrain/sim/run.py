@@ -6,7 +6,6 @@ Rule 2: what is measured costs no virtual time.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -395,9 +394,10 @@ class _Simulation:
         self.result = self._result(time.perf_counter() - self._began)
         for process in self.processes:
             process.kill()
-        for broker in self.brokers.values():
-            broker.stop()
-        await asyncio.gather(*serving)
+        for shard in reversed(range(shards)):  # the first last
+            if shard in self.brokers:
+                self.brokers[shard].stop()
+                await serving[shard]
 
     def _make_broker(
         self, process: VirtualEnvironment, shard: int, access: _Access, registration: Registration | None = None
@@ -427,10 +427,10 @@ class _Simulation:
         machine = self.machines.get(self.hosts[shard])
         access = _Access(self.scenario, self.hosts, lambda peer: self.channel.connect(peer, machine))
         place = ShardPlace(shard=shard, shards=self.settings.shards, first=ADDRESS)
-        begun: asyncio.Future[Registration] = self.scheduler.loop.create_future()
+        begun = self.scheduler.loop.create_future()
         # in a thread, as it waits for its session to begin
         process.begin(f"broker-{shard}", lambda: begun.set_result(Registration(place, _address(shard), access)))
-        registration = await begun
+        registration: Registration = await begun
         await registration.welcomed()
         await self._make_broker(process, shard, access, registration).run()
 
