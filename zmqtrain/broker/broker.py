@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.coder import encode_snapshot
@@ -34,8 +35,9 @@ from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.parameter_server.parameters import ParameterKeeper, Parameters
 from zmqtrain.planning.plans import LoadPlanner
 from zmqtrain.planning.rules import canonical
-from zmqtrain.protocol.effects import Combine, Discard, Disconnect, Forward
+from zmqtrain.protocol.effects import Combine, Discard, Disconnect, FollowShard, Forward, ServeShard, TakeShard
 from zmqtrain.protocol.fencing import latest_incarnation
+from zmqtrain.protocol.hosting import RETURN_SECONDS, Hosting
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import RUN_OVER
 from zmqtrain.protocol.messages import Goodbye, Relayed, Roster
@@ -86,6 +88,19 @@ class BrokerStatistics:
     aggregates_dropped: int
 
 
+class ShardsBeside(Protocol):
+    """What the first of several brokers begins on its own machine for the shards of others."""
+
+    def serve(self, shard: int) -> None:
+        """Serve a shard that no node serves."""
+
+    def follow(self, shard: int, address: str) -> None:
+        """Be the standby of the broker of a shard, which a node serves at this address."""
+
+    def take(self, shard: int) -> None:
+        """Take over a shard that is followed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BrokerOptions:
     """What a broker does besides its run's settings.
@@ -98,6 +113,7 @@ class BrokerOptions:
     registration: for a broker that is not the first of its run, its line to the first, which has welcomed it and gives
     the settings.  takeover: what a standby takes over, in place of the checkpoint folder's state.
     beginning: the parameters that a new run begins with, None for those of its nodes.
+    beside: at the first of several brokers, if nodes are to serve the other shards; None: they are started by hand.
     """
 
     checkpoint: Path | None = None
@@ -111,6 +127,7 @@ class BrokerOptions:
     registration: Registration | None = None
     takeover: TakeoverState | None = None
     beginning: Beginning | None = None
+    beside: ShardsBeside | None = None
 
 
 class Broker:
@@ -158,6 +175,12 @@ class Broker:
         self.admin.watch = options.watch
         self.messages: MessageHandlers = {}
         self.effects: EffectHandlers = {Disconnect: self._disconnect}
+        if (beside := options.beside) is not None:
+            not_before = self.core.now() + RETURN_SECONDS if self.hub.version >= 0 else 0.0
+            self.hub.hosting = Hosting(self.hub.shards, self.settings.start_nodes, not_before)
+            self.effects[ServeShard] = lambda effect: beside.serve(effect.shard)
+            self.effects[TakeShard] = lambda effect: beside.take(effect.shard)
+            self.effects[FollowShard] = lambda effect: beside.follow(effect.shard, effect.address)
         self.core.dispatch_to(
             self, self.admin, self.receiver, self.uploads, self.releases, self.snapshots, self.standby, self.groups
         )

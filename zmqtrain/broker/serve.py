@@ -7,6 +7,7 @@ checkpoint, settings) is raised to the caller.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import threading
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics
-from zmqtrain.broker.checkpoint import RunFolders, new_run
+from zmqtrain.broker.checkpoint import MODEL_FILE, RunFolders, merge_parts, new_run, part_file
 from zmqtrain.broker.core import BrokerAccess
 from zmqtrain.broker.standby import Registration, ShardPlace, Standby, StandbyPlace, TakeoverState
 from zmqtrain.checkpoint.model_files import Beginning
-from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused, ZmqTrainError
+from zmqtrain.core.errors import CheckpointError, ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId
@@ -28,7 +29,7 @@ from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.planning.rules import canonical
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.environment import clock
-from zmqtrain.transport.address import public_address
+from zmqtrain.transport.address import connectable_host, local_address, parse_address, public_address
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.key_folder import HUB, KeyFolder, Stamp
 from zmqtrain.transport.pacing import LinkShare
@@ -142,6 +143,8 @@ class ServeOptions(TypedDict, total=False):
     checkpoint, checkpoint_every, checkpoint_keep, run, watch, events, share, beginning: as in `BrokerOptions`; of
     `RunFolders` the run's own.  watch's last roster says how the run ended.
     place: where this broker belongs if it is not the first of its run's brokers; it takes the settings from the first.
+    hosting: as the first of several, have nodes serve the other shards (not where there are keys); what they leave, and
+    what none of them serves, is served here, and the model is whole here when this broker ends.
     """
 
     keys: CurveKeys | KeyFolder | None
@@ -154,6 +157,7 @@ class ServeOptions(TypedDict, total=False):
     share: LinkShare | None
     place: ShardPlace | None
     beginning: Beginning | None
+    hosting: bool
 
 
 def serve(
@@ -199,6 +203,7 @@ class _Host:
     registration: Registration | None = None
     follower: Standby | None = None
     broker: Broker | None = None
+    beside: _Beside | None = None
 
     async def run(self) -> BrokerStatistics:
         if self.settings is not None:
@@ -240,20 +245,30 @@ class _Host:
         try:
             takeover = None
             if self.standby is not None and (takeover := await self._follow(channel, access, self.standby)) is None:
-                await channel.close()
-                return BrokerStatistics(-1, 0, 0, 0, 0, 0, 0.0, 0, 0)
-            self.broker = broker = await self._make_broker(channel, access, takeover)
+                return await self._end_as_standby(channel)
+            if (broker := await self._make_broker(channel, access, takeover)) is None:
+                return await self._end_as_standby(channel)
+            self.broker = broker
             self._stop_at_signals(broker)
             self.ready(broker)
             self.manager.ready(self._status())
             await broker.run()
         finally:
+            if self.beside is not None:
+                await asyncio.to_thread(self.beside.close)
             if self.registration is not None:
                 await asyncio.to_thread(self.registration.close)
             await channel.close(0.0)  # or the port would stay open without a broker
         if (watch := self.options.get("watch")) is not None:
             watch(broker.admin.describe(broker.hub.roster(clock.monotonic())))  # how the run ended
         return broker.statistics()
+
+    async def _end_as_standby(self, channel: RouterChannel) -> BrokerStatistics:
+        assert self.standby is not None and self.follower is not None
+        if self.standby.keeps and isinstance(folder := self.options.get("checkpoint"), Path):
+            await asyncio.to_thread(self.follower.keep, folder)
+        await channel.close()
+        return BrokerStatistics(-1, 0, 0, 0, 0, 0, 0.0, 0, 0)
 
     async def _follow(self, channel: RouterChannel, access: RouterAccess, place: StandbyPlace) -> TakeoverState | None:
         public = place.address or public_address(self.address, channel.address, place.first)
@@ -269,7 +284,8 @@ class _Host:
 
     async def _make_broker(
         self, channel: RouterChannel, access: RouterAccess, takeover: TakeoverState | None
-    ) -> Broker:
+    ) -> Broker | None:
+        """Return the broker to run; None if this standby is ended before it could serve what it has taken over."""
         settings, place = self.settings if takeover is None else takeover.settings, self.options.get("place")
         name, term, shard = self.options.get("run") or new_run(), 0, 0
         if takeover is not None:
@@ -278,7 +294,8 @@ class _Host:
                 assert settings is not None and self.follower is not None
                 public = self.follower.address
                 place = ShardPlace(shard=shard, shards=settings.shards, first=takeover.first, address=public)
-                await self._register_again(place, access)
+                if not await self._register_again(place, access):
+                    return None
         elif place is not None:
             public = place.address or public_address(self.address, channel.address, place.first)
             self.registration = Registration(place, public, access)
@@ -286,27 +303,38 @@ class _Host:
             settings, name, shard = self.registration.settings, self.registration.peer.run, place.shard
         assert settings is not None, "a broker has settings, or another that gives them"
         checkpoint = self.options.get("checkpoint")
-        options: dict[str, Any] = {key: one for key, one in self.options.items() if key not in ("keys", "place")}
+        own = ("keys", "place", "hosting")
+        options: dict[str, Any] = {key: one for key, one in self.options.items() if key not in own}
         options |= {"run": name, "registration": self.registration, "takeover": takeover}
         if isinstance(checkpoint, RunFolders):
             options |= {"checkpoint": checkpoint.folder(name, shard, settings.shards, term), "own_folder": True}
+        hosting = self.options.get("hosting") and settings.shards > 1 and not shard and self.options.get("keys") is None
+        if hosting:
+            folder = options["checkpoint"]
+            beside = folder.parent if isinstance(checkpoint, RunFolders) else folder
+            self.beside = options["beside"] = _Beside(self.address, channel, settings.shards, beside)
         broker = Broker(channel, settings, BrokerOptions(**options), access)
+        if self.beside is not None:
+            self.beside.of(broker)
         channel.remember(broker.hub.records.owner)
         return broker
 
-    async def _register_again(self, place: ShardPlace, access: RouterAccess) -> None:
-        """Register the shard of a broker that is taken over: once the first has forgotten that one, or is back."""
-        while not (self.follower is None or self.follower.stopped):
+    async def _register_again(self, place: ShardPlace, access: RouterAccess) -> bool:
+        """Register the shard of a broker that is taken over: once the first has forgotten that one, or is back. Return
+        whether it is registered; not if this standby is ended before."""
+        assert self.follower is not None
+        while not self.follower.stopped:
             self.registration = Registration(place, place.address, access)
             try:
-                return await self.registration.welcomed()
+                await self.registration.welcomed()
+                return True
             except (JoinRefused, HubUnreachable) as error:
                 if isinstance(error, JoinRefused) and error.reason != "shard":
                     raise
                 logger.info("this shard is not registered with the first broker yet, and tries again: %s", error)
             await asyncio.to_thread(self.registration.close)
             await asyncio.sleep(REGISTER_SECONDS)
-        raise ZmqTrainError(f"this standby was ended before it served shard {place.shard} in place of its broker")
+        return False
 
     def _stop_at_signals(self, running: Broker | Standby) -> None:
         """Have each signal that ends a broker call `interrupted`, if there is one, and stop what runs."""
@@ -329,7 +357,7 @@ class _Host:
 
 
 class BrokerThread:
-    """A broker in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
+    """A broker, or a standby, in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
 
     address: where it listens; "tcp://127.0.0.1:0" takes a free port, and `address` says which.  settings: of the run.
     keys: the pair of the hub, a `CurveKeys`; without it every peer that reaches the address may come in.
@@ -338,18 +366,25 @@ class BrokerThread:
     Its other options and its errors are those of `serve`; `watch` is called in the broker's thread.
     """
 
-    def __init__(self, address: str, settings: RunSettings | None, **options: Unpack[ServeOptions]) -> None:
+    def __init__(
+        self,
+        address: str,
+        settings: RunSettings | None,
+        standby: StandbyPlace | None = None,
+        **options: Unpack[ServeOptions],
+    ) -> None:
         self.roster: Roster | None = None
         self.failure: BaseException | None = None
         self._watch = options.get("watch")
         self._broker: Broker | None = None
+        self._running: Broker | Standby | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = threading.Event()
         options["watch"] = self._see
 
         def live() -> None:
             try:
-                serve(address, settings, ready=self._ready, **options)
+                serve(address, settings, ready=self._ready, standby=standby, following=self._follows, **options)
             except BaseException as error:
                 self.failure = error
             self._started.set()
@@ -357,11 +392,15 @@ class BrokerThread:
         self._thread = threading.Thread(target=live, name="zmqtrain-broker", daemon=True)
         self._thread.start()
         self._started.wait(START_SECONDS)
-        if self._broker is None and self.failure is not None:
+        if self._running is None and self.failure is not None:
             raise self.failure
 
     def _ready(self, broker: Broker) -> None:
-        self._loop, self._broker = asyncio.get_running_loop(), broker
+        self._broker = broker
+        self._follows(broker)
+
+    def _follows(self, running: Broker | Standby) -> None:
+        self._loop, self._running = asyncio.get_running_loop(), running
         self._started.set()
 
     def _see(self, roster: Roster) -> None:
@@ -384,10 +423,20 @@ class BrokerThread:
         """False once the run is over, or the broker has failed."""
         return self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Wait until the broker has ended."""
+        self._thread.join()
+
+    def take_over(self) -> None:
+        """Have a standby take over, if it is in step."""
+        if isinstance(self._running, Standby) and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._running.take_over)
+
     def stop(self) -> None:
         """Stop the broker: it says goodbye and saves; raise what ended it if it failed. Safe to call twice."""
         if self._loop is not None and not self._loop.is_closed() and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self.broker.stop)
+            assert self._running is not None
+            self._loop.call_soon_threadsafe(self._running.stop)
         self._thread.join(STOP_SECONDS)
         if self.failure is not None:
             raise self.failure
@@ -397,3 +446,83 @@ class BrokerThread:
 
     def __exit__(self, *failure: object) -> None:
         self.stop()
+
+
+class _Beside:
+    """Brokers of other shards, and standbys of those that nodes serve, each in a thread (`ShardsBeside`).
+
+    bind, channel: of the first broker.  folder: where each saves, in shard-I; None: nothing is saved.
+    """
+
+    def __init__(self, bind: str, channel: RouterChannel, shards: int, folder: Path | None) -> None:
+        self._bind, self._channel = f"{bind.rpartition(':')[0]}:0", channel
+        self._shards, self._folder, self._closing = shards, folder, False
+        self._threads: dict[int, threading.Thread] = {}
+        self._running: dict[int, BrokerThread] = {}
+
+    def of(self, broker: Broker) -> None:
+        """Begin for this one, the first; in its loop."""
+        self._broker, self._loop = broker, asyncio.get_running_loop()
+
+    def serve(self, shard: int) -> None:
+        """See ShardsBeside."""
+        place = ShardPlace(shard=shard, shards=self._shards, first=self._own_address())
+        logger.info("no node serves shard %d: this machine does", shard)
+        self._begin(shard, place, None)
+
+    def follow(self, shard: int, address: str) -> None:
+        """See ShardsBeside."""
+        logger.info("shard %d is served at %s, and followed here", shard, address)
+        self._begin(shard, None, StandbyPlace(first=address, keeps=True))
+
+    def take(self, shard: int) -> None:
+        """See ShardsBeside."""
+        if (running := self._running.get(shard)) is not None:
+            running.take_over()
+
+    def close(self) -> None:
+        """End all of them, each of which saves; then join the parts of the model, where all are here."""
+        self._closing = True
+        for running in list(self._running.values()):
+            with contextlib.suppress(Exception):  # it was told in the log
+                running.stop()
+        for thread in self._threads.values():
+            thread.join(STOP_SECONDS)
+        first = self._broker.folder
+        if self._folder is None or first is None or self._broker.aggregator.version < 0:
+            return
+        parts = [first / part_file(0, self._shards), *(self._folder / f"shard-{n}" for n in range(1, self._shards))]
+        try:
+            merge_parts(parts, first / MODEL_FILE)
+        except CheckpointError as error:
+            logger.warning("the model is not whole here: %s", error)
+
+    def _begin(self, shard: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
+        name = f"zmqtrain-shard-{shard}"
+        self._threads[shard] = threading.Thread(target=self._live, args=(shard, place, standby), name=name, daemon=True)
+        self._threads[shard].start()
+
+    def _live(self, shard: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
+        folder = None if self._folder is None else self._folder / f"shard-{shard}"
+        try:
+            running = BrokerThread(self._bind, None, standby, place=place, checkpoint=folder)
+            self._running[shard] = running
+            running.wait()
+            failure = running.failure
+        except Exception as error:
+            failure = error
+        if failure is not None and not self._closing:
+            logger.warning("shard %d: %s", shard, failure)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._loop.call_later, REGISTER_SECONDS, self._again, shard)
+
+    def _again(self, shard: int) -> None:
+        if self._broker.hub.hosting is not None:
+            self._broker.hub.hosting.ended(shard)
+
+    def _own_address(self) -> str:
+        """Return the first broker's address as its nodes reach it."""
+        nodes = (peer for peer, member in self._broker.hub.members.items() if member.is_node)
+        host = next(filter(None, map(self._channel.host_of, nodes)), "")
+        own, port = local_address(host, 1) if host else "", parse_address(self._channel.address)[1]
+        return f"tcp://{connectable_host(own)}:{port}" if own else self._channel.address

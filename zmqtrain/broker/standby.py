@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.numpy import load, save
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.broker.checkpoint import Keeper
 from zmqtrain.broker.core import BrokerAccess, BrokerCore, EffectHandlers, MessageHandlers
 from zmqtrain.core.errors import (
     ChannelClosed,
@@ -274,9 +276,11 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyPlace(Place):
-    """The place of a standby, which follows the broker at `first`. takeover_seconds: how long that must be gone."""
+    """The place of a standby, which follows the broker at `first`. takeover_seconds: how long that must be gone.
+    keeps: what it holds when the run is over, or it is stopped, is saved, as if it had served."""
 
     takeover_seconds: float = 3.0
+    keeps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,6 +395,18 @@ class Standby(_FirstSession):
         """End `run` soon; call it in its loop."""
         self.stopped = True
 
+    def take_over(self) -> None:
+        """Take over soon, if this standby is in step; call it in its loop."""
+        self._policy.promoted |= self.follower.in_step
+
+    def keep(self, folder: Path) -> None:
+        """Save what this standby holds, and its part of the model, after `run`. Raises CheckpointError."""
+        if self._hub is None or self._aggregator is None or self._hub.version < 0:
+            return
+        keeper = Keeper(folder)
+        keeper.inherit(self._hub, self._aggregator)
+        keeper.close(self._hub.state(), self._aggregator)
+
     def _is_due(self, now: float) -> bool:
         due = self._policy.is_due(now)
         lost_at = self.follower.lost_at
@@ -430,9 +446,7 @@ class Standby(_FirstSession):
             follower.run,
             self._hub.version,
             follower.term + 1,
-            "an operator says so"
-            if self._policy.promoted
-            else f"the broker at {self.place.first} is gone, say its nodes",
+            "it was told to" if self._policy.promoted else f"the broker at {self.place.first} is gone, say its nodes",
         )
         assert follower.settings is not None
         first = follower.shards[0] if follower.shard else ""

@@ -9,11 +9,14 @@ import contextlib
 import difflib
 import errno
 import json
+import os
 import re
 import shlex
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,8 @@ class BrokerConfig(PortOptions, RunOptions):
     machine's address on the way to the first, and the port of --bind."""
     wait_seconds: float = 30.0
     """For another broker than the first, and for a standby: how long to wait for the first's answer."""
+    follow_stdin: bool = False
+    """End when standard input closes: for programs that start a broker."""
     keys: Folder = None
     """The folder of keys, as zmqtrain keys keeps it; on the network ~/.config/zmqtrain/keys if not given, where the
     broker makes what is missing. All brokers of a run have the same."""
@@ -171,7 +176,16 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def _run(config: BrokerConfig) -> int:
     log_to_stderr(config.verbose)
+    if config.follow_stdin:
+        threading.Thread(target=_end_with_stdin, name="zmqtrain-stdin", daemon=True).start()
     return _BrokerProgram(config).run()
+
+
+def _end_with_stdin() -> None:
+    """End in order when standard input closes."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 class _BrokerProgram:
@@ -226,6 +240,7 @@ class _BrokerProgram:
                 beginning=self._beginning,
                 following=self._following,
                 manager=ServiceManager(service()),
+                hosting=not config.shard,
             )
         finally:
             self._display.close()

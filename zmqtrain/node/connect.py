@@ -94,7 +94,8 @@ def connect(
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
     options = NodeOptions(
         name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events, share=given,
-        exchange=exchange, holds=holds, keep=None if folder is None else CheckpointOptions(folder, checkpoint_every),
+        hosts=not observer, exchange=exchange, holds=holds,
+        keep=None if folder is None else CheckpointOptions(folder, checkpoint_every),
     )  # fmt: skip
     dialer = RealEnvironment(access)
     if folder is None:

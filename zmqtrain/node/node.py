@@ -49,6 +49,7 @@ from zmqtrain.core.types import (
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint, SavedNode
 from zmqtrain.node.codec import CodecOn, Inbox, NodeCodec, codec_failure
+from zmqtrain.node.hosting import HostedBroker
 from zmqtrain.node.offers import Offers, Restarts
 from zmqtrain.node.progress import Progress, paces
 from zmqtrain.node.units import Batch, Source, UnitQueue
@@ -56,6 +57,8 @@ from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import (
     Aggregate,
+    Host,
+    Message,
     Promote,
     Quarantine,
     Report,
@@ -80,6 +83,8 @@ logger = logging.getLogger(__name__)
 
 NO_PEER = PeerId("")
 SAY_WAITING_SECONDS = 2.0
+TAKEN_OVER_SECONDS = 5.0
+"""A node that leaves waits at most so long for another broker to take over from the one that it serves."""
 SAY_AGAIN_SECONDS = 5.0
 
 
@@ -91,7 +96,7 @@ class NodeOptions:
     encoded.  events: recorder of what happens here.  share: what training may use of this machine's port.  exchange:
     the name of its synchronous exchange, see `connect`.  holds: what it has as one PC of a pipeline.  incarnation:
     above which this process begins (`begin_incarnation`); 0: the node is not fenced.  keep: its checkpoints.  order: of
-    an operator for the broker.
+    an operator for the broker.  hosts: it serves a shard of the run, if the first of several brokers asks it to.
     """
 
     name: str
@@ -106,6 +111,7 @@ class NodeOptions:
     incarnation: int = 0
     keep: CheckpointOptions | None = None
     order: Promote | Stop | None = None
+    hosts: bool = False
 
 
 class Node(NullListener):
@@ -113,6 +119,8 @@ class Node(NullListener):
 
     dialer: reaches the hub.  first: the node at the first of several brokers, if this is the connection to another one.
     """
+
+    messages = (Host,)
 
     def __init__(self, options: NodeOptions, dialer: Dialer, first: Node | None = None) -> None:
         here = environment()
@@ -159,6 +167,7 @@ class Node(NullListener):
         self._copies: list[tuple[Snapshot, list[Buffer]]] | None = None  # None: `fetch_copy` was not called
         self._withdrawals = 0
         self._without_units = self._closed = False
+        self._hosted: HostedBroker | None = None
         self._scheduled: tuple[int, int, str, str] | None = None
 
     def start(self) -> None:
@@ -175,8 +184,13 @@ class Node(NullListener):
         if not self._closed:
             self._closed = True
             atexit.unregister(self.close)
+            if (hosted := self._hosted) is not None and self.link.live and not self.ended_with_run:
+                self.link.call(lambda: self.link.send(Host(hosted.shard, "this node leaves")))
+                hosted.wait(TAKEN_OVER_SECONDS)
             self.link.close(reason)
             self._executor.close()
+            if hosted is not None:
+                hosted.close()
             if self.checkpoint is not None:
                 self.checkpoint.close()
             if self._events is not None:
@@ -745,8 +759,33 @@ class Node(NullListener):
 
     def make_report(self) -> Report:
         sent, received = self.link.bytes_sent, self.link.bytes_received
+        if self._hosted is not None and (why := self._hosted.why_ended()) is not None:
+            logger.warning("the broker of shard %d on this PC has ended: %s", self._hosted.shard, why)
+            self.link.send(Host(self._hosted.shard, why))
+            self._hosted.close()
+            self._hosted = None
         report = self.progress.report(sent, received, self.waiting_for, self.exchange_seconds)
         return report if self._is_first else replace_fields(report, scores=None, score_version=-1)
+
+    def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
+        """See Listener: serve a shard as the first broker asks, or say why not."""
+        assert isinstance(message, Host)
+        self._host(message.shard)
+        return True
+
+    def _host(self, shard: int) -> None:
+        why = ""
+        if not self.options.hosts:
+            why = "it is not asked to serve any"
+        elif self._hosted is not None and self._hosted.why_ended() is None:
+            why = "it serves another shard"
+        else:
+            try:
+                self._hosted = HostedBroker(shard, self.settings.shards, self.link.address)
+            except OSError as error:
+                why = str(error)
+        if why:
+            self.link.send(Host(shard, why))
 
     def _request_units(self) -> None:
         if self.link.live and (request := self.units.request()) is not None:

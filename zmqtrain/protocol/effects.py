@@ -46,6 +46,25 @@ class Expect(Effect, frozen=True):
     announcement: Announcement
 
 
+class ServeShard(Effect, frozen=True):
+    """Serve a shard from this machine, as another broker of the run."""
+
+    shard: int
+
+
+class FollowShard(Effect, frozen=True):
+    """Follow the broker of a shard, which a node serves at this address, as its standby."""
+
+    shard: int
+    address: str
+
+
+class TakeShard(Effect, frozen=True):
+    """Take over a shard that is followed, because the node that serves it leaves."""
+
+    shard: int
+
+
 class Found(Effect, frozen=True):
     """The run begins with the parameters of this node, which are here, as version 0. others: of a pipeline, the PCs
     that hold the following parts, in order."""
@@ -280,6 +299,7 @@ class Connect(Effect, frozen=True):
 HubEffect = (
     SendTo | Broadcast | Expect | Found | Average | Propose | Lend | Serve | Replicate | Hear | Rewind | Answer
     | Forward | Consult | Combine | Discard | Accumulate | Dismiss | Reduce | Rebase | TakeBack | Disconnect
+    | ServeShard | FollowShard | TakeShard
 )
 # fmt: on
 PeerEffect = Send | Connect | Expect | Serve | Deliver | Withdraw | Disconnect

@@ -63,6 +63,7 @@ from zmqtrain.protocol.effects import (
 )
 from zmqtrain.protocol.fencing import GAP, MAX_INCARNATION, SUPERSEDED, UNKNOWN, Fence, Stamp, Verdict
 from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
+from zmqtrain.protocol.hosting import Hosting
 from zmqtrain.protocol.initialization import Initialization, Preemption
 from zmqtrain.protocol.limits import OVER, TAKEN_BY_HUBS, HeadSizes, ProbeBudget, Quarantines, is_sound
 from zmqtrain.protocol.members import (
@@ -89,6 +90,7 @@ from zmqtrain.protocol.messages import (
     Heartbeat,
     Hello,
     Holding,
+    Host,
     Message,
     Preempt,
     Probe,
@@ -179,6 +181,7 @@ class Hub:
     plan: the reasons of the last plan, as text.  best: version and loss of the evaluation with the lowest loss.
     evaluated_on, data: digests of the held-out data of the first evaluation, and of all data of the first node that
     has any.
+    hosting: has nodes serve the other shards; None: their brokers are started by hand.
     widened: version and loss when the norm gate was last widened.  rests_until: nothing is taken back again before this
     version.  taken_back: the version that the run last went back to, and the version that did so.
     """
@@ -217,6 +220,7 @@ class Hub:
         self.timetable = Timetable(settings)
         self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
         self.shards = ShardRegistry(settings.shards)
+        self.hosting: Hosting | None = None
         self.rounds = FragmentRounds(rule, together=settings.carries_all)
         self.turns = Turns()
         self.units = UnitDealer(settings, self.members, shard)
@@ -233,6 +237,7 @@ class Hub:
             Heartbeat: self._on_heartbeat,
             Goodbye: self._on_goodbye,
             Report: self._on_report,
+            Host: self._on_host,
             Fetch: self._on_fetch,
             Snapshot: self._on_snapshot,
             Publish: self._on_publish,
@@ -325,6 +330,9 @@ class Hub:
         effects: list[HubEffect] = self.groups.tick(now)
         late, self._ticked = max(0.0, now - self._ticked - LATE_SECONDS), now
         effects += self.look_over(late, now)
+        if self.hosting is not None:
+            nodes = [member for member in self.members.values() if member.is_node]
+            effects += self.hosting.look(sorted(nodes, key=lambda node: node.number), now)
         effects += self._begun(self.initialization.tick(now, late))
         effects += self.release(now)
         if self.news:
@@ -1162,6 +1170,9 @@ class Hub:
     def seconds(self, now: float) -> float:
         """Return how long the run has lasted, with what it lasted before a restart of its broker."""
         return self._seconds_before + now - self._began
+
+    def _on_host(self, member: Member, host: Host, now: float) -> list[HubEffect]:
+        return [] if self.hosting is None else self.hosting.declines(member.peer)
 
     def follow(self, planned: RunSettings) -> list[HubEffect]:
         """Plan as the first broker does, at another of several. planned: what holds there, or will."""

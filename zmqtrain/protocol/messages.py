@@ -319,6 +319,13 @@ class Credit(Message, frozen=True):
     chunks: int
 
 
+class Host(Message, frozen=True):
+    """The first of several brokers to a node: serve this shard from your PC. Node to the first: I do not, and why."""
+
+    shard: int
+    text: str = ""
+
+
 class Preempt(Message, frozen=True):
     """Hub to node: drop what is pending and start again from the shared parameters; with reason "over" (your quarantine
     is) the optimizer goes on as it is."""

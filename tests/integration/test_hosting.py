@@ -1,0 +1,96 @@
+"""Nodes serve the shards of a run beside the first broker, when that asks them to: real processes and sockets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import Trainer, batches, broker, loss, parameters
+from safetensors.numpy import load_file
+
+from zmqtrain.core.settings import RunSettings
+
+SETTINGS = {
+    "every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 10.0, "initial": "founder", "start_nodes": 2,
+}  # fmt: skip
+
+
+def wide():
+    """The tiny model, and a leaf of eight blocks beside it."""
+    return parameters() | {"wide": jnp.zeros((8, 4096))}
+
+
+def exchanged(trainer, shards):
+    return trainer.sync is not None and all(line.statistics().version > 3 for line in trainer.node._lines[:shards])
+
+
+def hosts(trainer):
+    hosted = trainer.node._first._hosted
+    return None if hosted is None else hosted._process
+
+
+def taken_over(trainer):
+    """Wait until a node exchanges with a broker that has taken a shard over; return its line there."""
+    trainer.wait_until(lambda: any(line.peer.term == 1 for line in trainer.node._lines))
+    return next(line for line in trainer.node._lines if line.peer.term == 1)
+
+
+@pytest.mark.parametrize("shards", [3, 4])
+def test_shards_are_served_by_nodes_and_what_is_left_by_the_hub_and_the_model_is_whole_there(
+    tmp_path, monkeypatch, caplog, shards
+):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    monkeypatch.chdir(tmp_path)  # where the brokers of nodes save
+    run = RunSettings(**SETTINGS, shards=shards)
+    with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
+        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: exchanged(t, shards))
+        assert all(hosts(trainer) is not None for trainer in trainers), "each node serves a shard"
+        assert ("no node serves shard 3" in caplog.text) == (shards == 4)
+        leaves, stays = trainers
+        leaves.stop.set()
+        leaves.join()
+        moved = taken_over(stays)
+        seen = moved.statistics().version
+        stays.wait_until(lambda: moved.statistics().version > seen + 5)
+        stays.stop.set()
+        params = stays.join()
+    held_out = next(batches(10**6))
+    assert loss(params, held_out) < loss(parameters(), held_out) / 2
+    model = load_file(tmp_path / "hub" / "model.safetensors")
+    for name in params:
+        np.testing.assert_allclose(model[name], params[name], atol=1e-6)
+
+
+def test_what_a_killed_broker_of_a_node_had_is_served_on_at_the_hub_and_nothing_stalls(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    monkeypatch.chdir(tmp_path)
+    with broker(RunSettings(**SETTINGS, shards=3), checkpoint=tmp_path / "hub", hosting=True) as first:
+        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: exchanged(t, 3))
+            trainer.wait_until(
+                lambda t=trainer: all(
+                    line.roster is not None and line.roster.hub["standby"] for line in t.node._lines[1:]
+                )
+            )
+        os.kill(hosts(trainers[0]).pid, signal.SIGKILL)
+        for trainer in trainers:
+            line = taken_over(trainer)
+            seen = line.statistics().version
+            trainer.wait_until(lambda line=line, seen=seen: line.statistics().version > seen + 5)
+        trainers[0].wait_until(lambda: hosts(trainers[0]) is None)  # it has told the first
+        for trainer in trainers:
+            trainer.stop.set()
+            params = trainer.join()
+    assert "takes over" in caplog.text
+    model = load_file(tmp_path / "hub" / "model.safetensors")
+    for name in params:
+        np.testing.assert_allclose(model[name], params[name], atol=1e-6)
+    assert not Path(tmp_path / "hub" / "shard-3").exists()

@@ -1,0 +1,66 @@
+"""The broker of a shard that a node serves from its PC, because the first broker asks it to: a process beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import sys
+import tempfile
+
+from zmqtrain.transport.address import connectable_host, is_loopback, parse_address
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 30.0
+LAST_WORDS = 4096
+
+
+class HostedBroker:
+    """A broker of shard `shard` of `shards`, of the run whose first broker is at `first`. It lives as long as this
+    process does, and listens at a free port of every interface by which others reach this PC.
+
+    Raises OSError where no process can be started.
+    """
+
+    def __init__(self, shard: int, shards: int, first: str) -> None:
+        self.shard = shard
+        host = parse_address(first)[0]
+        everywhere = "[::]" if ":" in host else "*"
+        bind = f"tcp://{connectable_host(host) if is_loopback(first) else everywhere}:0"
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [
+            *(sys.executable, "-m", "zmqtrain.cli.broker", "--shard", f"{shard}/{shards}", "--first", first),
+            *("--bind", bind, "--insecure", "--follow-stdin"),
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors, start_new_session=True
+        )
+        logger.info("this PC serves shard %d of %d too, as the first broker has asked", shard, shards)
+
+    def why_ended(self) -> str | None:
+        """Return its last words if it has ended, None while it lives."""
+        if self._process.poll() is None:
+            return None
+        size = self._errors.seek(0, 2)
+        self._errors.seek(max(0, size - LAST_WORDS))
+        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else f"its broker ended with {self._process.returncode}"
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended, at most so long."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def close(self) -> None:
+        """Have it save what it has, say goodbye and end; its nodes find its standby. Safe to call twice."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("the broker of shard %d does not end: it is killed, and its standby serves on", self.shard)
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()

@@ -1,0 +1,72 @@
+"""Who serves the shards of a run beside the first of its brokers: its nodes, or else the hub's own machine (pure).
+
+Rule 1: once the nodes are here with which the run begins, each shard without a broker is asked of a node that serves
+none, in the order in which they came.
+Rule 2: a node that says that it does not, leaves, or has served nothing for `HOST_SECONDS`, is asked no more. A shard
+that no node is left for is served by the hub's machine.
+Rule 3: the hub's machine follows each broker of a node, as its standby: what a node leaves behind is served there. A
+node that is about to leave says so first, so that no exchange has to wait.
+Rule 4: in a run that goes on from a checkpoint nobody is asked for `RETURN_SECONDS`: brokers that still serve come back
+by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zmqtrain.core.types import PeerId
+from zmqtrain.protocol.effects import FollowShard, HubEffect, SendTo, ServeShard, TakeShard
+from zmqtrain.protocol.members import Member, ShardRegistry
+from zmqtrain.protocol.messages import Host
+
+HOST_SECONDS = 30.0
+RETURN_SECONDS = 30.0
+
+
+class Hosting:
+    """The first broker's part in who serves which shard. start_nodes: with which the run begins.  not_before: the time
+    before which nobody is asked."""
+
+    def __init__(self, registry: ShardRegistry, start_nodes: int, not_before: float = 0.0) -> None:
+        self._registry, self._start_nodes, self._not_before = registry, start_nodes, not_before
+        self._asked: dict[int, tuple[PeerId, float]] = {}
+        self._declined: set[PeerId] = set()
+        self._here: set[int] = set()
+
+    def look(self, nodes: Sequence[Member], now: float) -> list[HubEffect]:
+        """Return whom to ask and what to begin on this machine. nodes: that are here, in the order of their coming."""
+        addresses = self._registry.addresses
+        served = [shard for shard in range(1, len(addresses)) if addresses[shard]]
+        begun: list[HubEffect] = [FollowShard(shard, addresses[shard]) for shard in served if shard not in self._here]
+        self._here.update(served)
+        if len(nodes) < self._start_nodes or now < self._not_before:
+            return begun
+        for shard in range(1, len(addresses)):
+            if shard not in self._here and (effect := self._next(shard, nodes, now)) is not None:
+                begun.append(effect)
+        return begun
+
+    def _next(self, shard: int, nodes: Sequence[Member], now: float) -> HubEffect | None:
+        here = {node.peer for node in nodes}
+        if (asked := self._asked.get(shard)) is not None:
+            peer, since = asked
+            if peer in here - self._declined and now - since < HOST_SECONDS:
+                return None
+            self._declined.add(peer)
+            del self._asked[shard]
+        taken = self._declined | {peer for peer, _ in self._asked.values()}
+        free = next((node.peer for node in nodes if node.peer not in taken), None)
+        if free is None:
+            self._here.add(shard)
+            return ServeShard(shard)
+        self._asked[shard] = (free, now)
+        return SendTo(free, Host(shard))
+
+    def declines(self, peer: PeerId) -> list[HubEffect]:
+        """A node says that it does not serve the shard that was asked of it, or that it is about to leave."""
+        self._declined.add(peer)
+        return [TakeShard(shard) for shard, (who, _) in self._asked.items() if who == peer and shard in self._here]
+
+    def ended(self, shard: int) -> None:
+        """What this machine had begun for a shard has ended; it is begun again if it is still needed."""
+        self._here.discard(shard)
