@@ -10,10 +10,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import Trainer, batches, broker, loss, parameters
+from runs import Trainer, batches, broker, loss, parameters, sgd
 from safetensors.numpy import load_file
 
 from zmqtrain.core.settings import RunSettings
+from zmqtrain.node.connect import connect
+from zmqtrain.train.sync import DelayedSync
 
 SETTINGS = {
     "every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 10.0, "initial": "founder", "start_nodes": 2,
@@ -94,3 +96,38 @@ def test_what_a_killed_broker_of_a_node_had_is_served_on_at_the_hub_and_nothing_
     for name in params:
         np.testing.assert_allclose(model[name], params[name], atol=1e-6)
     assert not Path(tmp_path / "hub" / "shard-3").exists()
+
+
+def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by_itself(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    monkeypatch.chdir(tmp_path)
+    run = RunSettings(start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder")
+    large = parameters() | {"wide": jnp.zeros((24, 4096))}
+    with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
+        trainers = [Trainer(first.address, f"pc-{number}", params=large, endless=True) for number in range(5)]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: exchanged(t, 6))
+        assert trainers[0].node.settings.shards == 6 and all(map(hosts, trainers))
+        for trainer in trainers:
+            trainer.stop.set()
+        for trainer in trainers:
+            trainer.join()
+    assert "the model is divided among 6 brokers" in caplog.text
+    assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(large)
+
+
+def test_where_one_of_many_nodes_needs_the_whole_model_at_one_broker_it_stays_whole(tmp_path):
+    run = RunSettings(start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder", units=5)
+    with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
+        kept = connect(first.address, "pc-0", checkpoint=tmp_path / "kept")
+        trainers = [Trainer(first.address, f"pc-{number}", params=wide()) for number in range(1, 5)]
+        with kept:
+            sync = DelayedSync(kept, wide())
+            assert sync.settings.shards == 1 and all(hosts(trainer) is None for trainer in trainers)
+            params = sync.params
+            for batch in kept.batches(batches):
+                params, value = sgd(params, batch)
+                params = sync.step(params, score=value, samples=16)
+            sync.finish(params)
+        for trainer in trainers:
+            trainer.join()

@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -29,13 +29,13 @@ from zmqtrain.checkpoint.model_files import Beginning
 from zmqtrain.collectives.reducer import Reducers, Relays
 from zmqtrain.core.errors import ConfigError, FramingError, RemoteProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import HubChannel
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.parameter_server.parameters import ParameterKeeper, Parameters
 from zmqtrain.planning.plans import LoadPlanner
 from zmqtrain.planning.rules import canonical
-from zmqtrain.protocol.effects import Combine, Discard, Disconnect, FollowShard, Forward, ServeShard, TakeShard
+from zmqtrain.protocol.effects import Combine, Discard, Disconnect, Divide, FollowShard, Forward, ServeShard, TakeShard
 from zmqtrain.protocol.fencing import latest_incarnation
 from zmqtrain.protocol.hosting import RETURN_SECONDS, Hosting
 from zmqtrain.protocol.hub import Hub
@@ -143,7 +143,10 @@ class Broker:
         options: BrokerOptions | None = None,
         access: BrokerAccess | None = None,
     ) -> None:
-        self.channel, self.settings, self.options = channel, canonical(settings), options or BrokerOptions()
+        self.channel, self.options = channel, options or BrokerOptions()
+        if settings.shards == AUTO_SHARDS and self.options.beside is None:
+            settings = replace(settings, shards=1)
+        self.settings = canonical(settings)
         options, registration, takeover = self.options, self.options.registration, self.options.takeover
         self.share, self.folder = options.share or LinkShare(), options.checkpoint
         self._planner = LoadPlanner(self.settings, self.share)
@@ -156,6 +159,7 @@ class Broker:
         every = every_from_text(options.checkpoint_every, self.settings.mode == "strict")
         self.keeper = Keeper(self.folder, every, options.checkpoint_keep, made_late=options.own_folder)
         moments = self._resume()
+        self.settings = self._planner.settings = self.hub.settings
         if registration is not None and registration.peer.founded and self.hub.version < 0:
             raise ConfigError(
                 f"{self.hub.run} has begun, and shard {shard} of its parameters is not here: start it with its "
@@ -179,6 +183,7 @@ class Broker:
             not_before = self.core.now() + RETURN_SECONDS if self.hub.version >= 0 else 0.0
             self.hub.hosting = Hosting(self.hub.shards, self.settings.start_nodes, not_before)
             self.effects[ServeShard] = lambda effect: beside.serve(effect.shard)
+            self.effects[Divide] = self._divide
             self.effects[TakeShard] = lambda effect: beside.take(effect.shard)
             self.effects[FollowShard] = lambda effect: beside.follow(effect.shard, effect.address)
         self.core.dispatch_to(
@@ -327,6 +332,10 @@ class Broker:
             self.snapshots.served,
             self.downlink.dropped,
         )
+
+    def _divide(self, effect: Divide) -> None:
+        self.settings = self.aggregator.settings = self._planner.settings = self.hub.settings
+        self.log.divided(effect.shards, len(self.hub.members))
 
     def _disconnect(self, effect: Disconnect) -> None:
         peer = effect.peer

@@ -33,7 +33,7 @@ from zmqtrain.checkpoint.model_files import (
 )
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import CheckpointError, ConfigError
-from zmqtrain.core.settings import RunSettings, with_present_names
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings, with_present_names
 from zmqtrain.core.types import Buffer, LeafSpec, ModelSpec, Version
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
@@ -448,6 +448,10 @@ class Keeper:
                 f"the checkpoint in {folder.folder} is of {state['run']}, the first broker runs {hub.run}: start "
                 "that with its own checkpoint of this run, or give another --checkpoint folder"
             )
+        if hub.settings.shards == AUTO_SHARDS:
+            before = with_present_names(state["settings"]).get("shards")
+            hub.divided(before if isinstance(before, int) and 1 <= before <= MOST_SHARDS else 1)
+            aggregator.settings = hub.settings
         # in strict mode the data lie in as many lanes as nodes began the run
         free = [name for name in FREE_SETTINGS if not (hub.settings.mode == "strict" and name == "start_nodes")]
         difference = describe_difference(with_present_names(state["settings"]), hub.settings.to_dict(), free)

@@ -304,6 +304,11 @@ class BrokerLog:
     def preempted(self, peer: PeerId, lender: PeerId) -> None:
         logger.info("%s is preempted: it goes on from the parameters of %s", self._name(peer), self._name(lender))
 
+    def divided(self, shards: int, members: int) -> None:
+        if shards > 1:
+            text = "the model is divided among %d brokers: this one, and one on the PC of each of %d nodes, if it can"
+            logger.info(text, shards, shards - 1)
+
     def scheduled(self, schedule: Schedule) -> None:
         why = self._hub.replanning.text
         chosen = (schedule.every, schedule.delay, schedule.codec, schedule.outer)

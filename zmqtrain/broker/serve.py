@@ -306,13 +306,13 @@ class _Host:
         own = ("keys", "place", "hosting")
         options: dict[str, Any] = {key: one for key, one in self.options.items() if key not in own}
         options |= {"run": name, "registration": self.registration, "takeover": takeover}
+        alone = settings.shards == 1 or shard or self.options.get("keys") is not None
+        hosting = self.options.get("hosting", False) and not alone
         if isinstance(checkpoint, RunFolders):
-            options |= {"checkpoint": checkpoint.folder(name, shard, settings.shards, term), "own_folder": True}
-        hosting = self.options.get("hosting") and settings.shards > 1 and not shard and self.options.get("keys") is None
+            folder = checkpoint.folder(name, shard, 1 if hosting else settings.shards, term)
+            options |= {"checkpoint": folder, "own_folder": True}
         if hosting:
-            folder = options["checkpoint"]
-            beside = folder.parent if isinstance(checkpoint, RunFolders) else folder
-            self.beside = options["beside"] = _Beside(self.address, channel, settings.shards, beside)
+            self.beside = options["beside"] = _Beside(self.address, channel, options.get("checkpoint"))
         broker = Broker(channel, settings, BrokerOptions(**options), access)
         if self.beside is not None:
             self.beside.of(broker)
@@ -454,15 +454,19 @@ class _Beside:
     bind, channel: of the first broker.  folder: where each saves, in shard-I; None: nothing is saved.
     """
 
-    def __init__(self, bind: str, channel: RouterChannel, shards: int, folder: Path | None) -> None:
+    def __init__(self, bind: str, channel: RouterChannel, folder: Path | None) -> None:
         self._bind, self._channel = f"{bind.rpartition(':')[0]}:0", channel
-        self._shards, self._folder, self._closing = shards, folder, False
+        self._folder, self._closing = folder, False
         self._threads: dict[int, threading.Thread] = {}
         self._running: dict[int, BrokerThread] = {}
 
     def of(self, broker: Broker) -> None:
         """Begin for this one, the first; in its loop."""
         self._broker, self._loop = broker, asyncio.get_running_loop()
+
+    @property
+    def _shards(self) -> int:
+        return self._broker.hub.settings.shards
 
     def serve(self, shard: int) -> None:
         """See ShardsBeside."""
@@ -489,7 +493,7 @@ class _Beside:
         for thread in self._threads.values():
             thread.join(STOP_SECONDS)
         first = self._broker.folder
-        if self._folder is None or first is None or self._broker.aggregator.version < 0:
+        if self._folder is None or first is None or self._broker.aggregator.version < 0 or self._shards <= 1:
             return
         parts = [first / part_file(0, self._shards), *(self._folder / f"shard-{n}" for n in range(1, self._shards))]
         try:

@@ -31,7 +31,7 @@ from zmqtrain.cli.settings import File, Folder, PortOptions, RunOptions, check_h
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.installed import clone_folder, command_word
 from zmqtrain.core.launcher import service
-from zmqtrain.core.settings import RunSettings, require
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings, require
 from zmqtrain.monitor.recorder import BrokerRecorder, process_facts
 from zmqtrain.monitor.tensorboard import ScalarThread, ScalarWriter
 from zmqtrain.planning.plans import link_share
@@ -121,7 +121,7 @@ class BrokerConfig(PortOptions, RunOptions):
         index, shards = int(form[1]), int(form[2])
         if not index < shards:
             raise ConfigError(f"shard {self.shard}: of {shards} shards the first is 0 and the last is {shards - 1}")
-        if self.shards not in (1, shards):
+        if self.shards not in (AUTO_SHARDS, 1, shards):
             raise ConfigError(f"shard {self.shard} says {shards} shards, shards says {self.shards}: leave one out")
         object.__setattr__(self, "shards", shards)
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Unpack
 
@@ -27,7 +27,7 @@ from zmqtrain.cli.ending import first_interrupt
 from zmqtrain.cli.settings import Folder, RunOptions, command, make_folder
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import sharing_card
-from zmqtrain.core.settings import RunSettings, require
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings, require
 from zmqtrain.monitor.recorder import BrokerRecorder, process_facts
 from zmqtrain.protocol.messages import Roster, replace_fields
 from zmqtrain.synchronous.exchanges import read_exchange
@@ -118,6 +118,8 @@ class Federation:
         record: Path | None = None,
         **options: Unpack[ServeOptions],
     ) -> None:
+        if settings.shards == AUTO_SHARDS:  # one PC has one port
+            settings = replace(settings, shards=1)
         self.settings, self.nodes, self.pace_seconds, self.pin = settings, nodes, pace_seconds, pin
         self.exchange, self._options = exchange, options
         checkpoint = options.get("checkpoint")

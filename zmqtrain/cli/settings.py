@@ -41,6 +41,7 @@ from zmqtrain.core.settings import (
     AUTO_EVERY,
     AUTO_FRAGMENTS,
     AUTO_PIPELINE,
+    AUTO_SHARDS,
     RENAMED,
     RunSettings,
     read_steps,
@@ -87,6 +88,7 @@ def _number(name: str, least: int, auto: int, what: str) -> PrimitiveConstructor
 Every = Annotated[int, _number("every", 1, AUTO_EVERY, "STEPS")]
 Delay = Annotated[int, _number("delay", 0, AUTO_DELAY, "STEPS")]
 Fragments = Annotated[int, _number("fragments", 1, AUTO_FRAGMENTS, "FRAGMENTS")]
+Shards = Annotated[int, _number("shards", 1, AUTO_SHARDS, "BROKERS")]
 PipelinePCs = Annotated[int, _number("pipeline", 0, AUTO_PIPELINE, "PCS")]
 
 # ---------------------------------------------------------------------- options of several programs
@@ -164,6 +166,9 @@ class RunOptions(CheckpointOptions, FileOptions, RunSettings):
     fragments: Fragments = AUTO_FRAGMENTS
     """Each exchange carries one of so many parts of the model, in turn; auto: each carries the whole model in a few
     parts, and the aggregate of the first comes down while the others go up."""
+    shards: Shards = AUTO_SHARDS
+    """The model is divided among so many brokers; auto: one, and one on each node's PC where more than four nodes begin
+    together, without keys, and the model is large enough: the hub decides when they have come."""
     pipeline: PipelinePCs = 0
     """Each node is a pipeline of so many PCs, for a model that one cannot hold; auto: of as few as hold it; 0: each PC
     has the whole model."""

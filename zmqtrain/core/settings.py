@@ -17,8 +17,10 @@ AUTO = "auto"
 """What a spec says that the hub fits to what it measures."""
 AUTO_EVERY, AUTO_DELAY, AUTO_FRAGMENTS = 0, -1, 0
 """What `every`, `delay` and `fragments` are where people write "auto"."""
-AUTO_PIPELINE = -1
-"""What `pipeline` is where people write "auto"."""
+AUTO_PIPELINE, AUTO_SHARDS = -1, 0
+"""What `pipeline` and `shards` are where people write "auto"."""
+UNDIVIDED_NODES = 4
+"""The port of one broker is enough for so many nodes."""
 FITTED: dict[str, Any] = {
     "every": AUTO_EVERY,
     "delay": AUTO_DELAY,
@@ -36,8 +38,7 @@ FIXED: dict[str, Any] = {
     "fragments": 1,
     "outer": "nesterov:rate=0.8,momentum=0.5",
 }
-"""What takes the place of auto in a run that nothing can be fitted to: in strict mode, whose bits may not depend on
-measured times, and with several brokers, each of which sees its own share only."""
+"""What takes the place of auto in strict mode, whose bits may not depend on measured times."""
 FIRST: dict[str, Any] = {
     "every": 2,
     "delay": 2,
@@ -56,7 +57,7 @@ _MOST_STEPS = 10**9
 _MOST_SECONDS = 10**9
 _RANGES: dict[str, tuple[float, int]] = {
     "fragments": (AUTO_FRAGMENTS, 1 << 16),
-    "shards": (1, 9999),
+    "shards": (AUTO_SHARDS, 9999),
     "pipeline": (AUTO_PIPELINE, 512),
     "start_nodes": (1, 1 << 16),
     "units": (0, LOCAL_UNITS - 1),
@@ -73,7 +74,8 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 def read_steps(name: str, value: Any) -> Any:
     """Return what a person wrote for the setting `name`: "auto" of a numeric setting as a number, all else as is."""
-    return (FITTED | {"pipeline": AUTO_PIPELINE}).get(name, value) if value == AUTO else value
+    numbers = FITTED | {"pipeline": AUTO_PIPELINE, "shards": AUTO_SHARDS}
+    return numbers.get(name, value) if value == AUTO else value
 
 
 def _checked(name: str, value: Any, wanted: type) -> Any:
@@ -132,9 +134,10 @@ class RunSettings:
     fragments: int = AUTO_FRAGMENTS
     """Each exchange carries one of so many parts of the model, in turn; 0 (auto): each exchange carries the whole model
     in a few parts, and the aggregate of the first comes down while the others go up."""
-    shards: int = 1
+    shards: int = AUTO_SHARDS
     """The model is divided among so many brokers: each has a share of it, equal in bytes, and an exchange goes to all
-    of them, a fragment to each."""
+    of them. 0 (auto): one, and one on each node's PC where more than four nodes begin together, without keys, and the
+    model is large enough; the hub decides when they have come."""
     pipeline: int = 0
     """Each node is a pipeline of so many PCs, for a model that one cannot hold; "auto": of as few as hold it; 0: each
     PC has the whole model."""
@@ -212,6 +215,8 @@ class RunSettings:
                 if getattr(self, name) == auto:
                     object.__setattr__(self, name, FIXED[name])
 
+        if self.shards == AUTO_SHARDS and not self.may_be_divided:
+            object.__setattr__(self, "shards", 1)
         steps_of = (("every", AUTO_EVERY, 1), ("delay", AUTO_DELAY, 0), ("fragments", AUTO_FRAGMENTS, 1))
         for name, auto, fewest in steps_of:
             steps = getattr(self, name)
@@ -246,10 +251,11 @@ class RunSettings:
                 'initial "own" with preemption "none" never brings the nodes together: say --preemption score, or '
                 "--elastic 0.5 for nodes that keep parameters of their own for ever"
             )
-        if self.shards > 1 and self.initial != "founder" and (self.initial, self.start_nodes) != ("best", 1):
+        if self.shards > 1 and self.initial not in ("founder", "best"):
             raise ConfigError(
-                f'initial "{self.initial}" compares or mixes whole models, and of {self.shards} brokers none has one: '
-                "say --initial founder (all begin with the parameters of the first node), or --shards 1"
+                f'initial "{self.initial}" mixes or exchanges whole models, and of {self.shards} brokers none has one: '
+                "say --initial best (all begin with the best node's parameters) or founder (the first one's), or "
+                "--shards 1"
             )
         if self.pipeline and (
             self.shards > 1 or self.mode == "strict" or self.elastic < 1 or self.trains_apart
@@ -285,6 +291,13 @@ class RunSettings:
         return self.mode == "strict" or self.release.partition(":")[0] == "bounded"
 
     @property
+    def may_be_divided(self) -> bool:
+        """Whether auto may mean several brokers."""
+        begins = self.initial == "founder" or (self.initial == "best" and self.fresh_moments)
+        plain = self.mode == "default" and self.elastic == 1 and not self.pipeline
+        return self.start_nodes > UNDIVIDED_NODES and begins and plain
+
+    @property
     def trains_apart(self) -> bool:
         """Whether nodes begin apart and are compared: a run that begins with one node has nobody to compare it with."""
         return (self.initial == "best" and self.start_nodes > 1) or (self.initial == "own" and self.elastic == 1)
@@ -318,7 +331,7 @@ class RunSettings:
             return len(set(parts))
         if not self.carries_all:
             return self.fragments
-        values = -(-count_values(model) // self.shards)
+        values = -(-count_values(model) // max(1, self.shards))
         return pieces_of(values) if self.release.partition(":")[0] == "quorum" else 1
 
     def scheduled(self, **chosen: Any) -> RunSettings:

@@ -14,7 +14,7 @@ from typing import get_args
 from zmqtrain.checkpoint.folder import CheckpointFolder, every_from_text
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.interfaces import Dialer
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.specs import require_kind
 from zmqtrain.core.types import Version
 from zmqtrain.monitor.recorder import NodeRecorder
@@ -92,9 +92,11 @@ def connect(
     if checkpoint is not None and (exchange or observer):
         raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else NO_CHECKPOINT_OF_OBSERVERS)
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
+    limited = bool(link) or share < 1
+    whole = limited or bool(exchange) or not (folder is None and events is None and holds is None)
     options = NodeOptions(
         name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events, share=given,
-        hosts=not observer, exchange=exchange, holds=holds,
+        hosts=not observer, exchange=exchange, holds=holds, whole=whole,
         keep=None if folder is None else CheckpointOptions(folder, checkpoint_every),
     )  # fmt: skip
     dialer = RealEnvironment(access)
@@ -107,11 +109,11 @@ def connect(
         settings = node.wait_welcome(timeout_seconds)
         if folder is not None:
             _check_checkpoint(settings, checkpoint_every, checkpoint_keep)
-        _check_shards(node, settings, bool(link) or share < 1)
+        _check_shards(node, settings, limited)
     except BaseException:
         node.close()
         raise
-    if settings.shards == 1 or observer:
+    if settings.shards == 1 or observer or (settings.shards == AUTO_SHARDS and whole):
         return node
     several = ShardedNode(node, dialer, timeout_seconds)
     atexit.register(several.close)
@@ -147,7 +149,7 @@ def _check_checkpoint(settings: RunSettings, every: str, keep: int) -> None:
 
 
 def _check_shards(node: Node, settings: RunSettings, limited: bool) -> None:
-    if node.options.observer or settings.shards == 1:
+    if node.options.observer or settings.shards in (1, AUTO_SHARDS):
         return
     if node.shard:
         raise ConfigError(

@@ -12,6 +12,7 @@ import atexit
 import logging
 import math
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from zmqtrain.core.errors import (
 )
 from zmqtrain.core.installed import software
 from zmqtrain.core.interfaces import Dialer, Layout, Population
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import (
     Array,
     Buffer,
@@ -97,6 +98,7 @@ class NodeOptions:
     the name of its synchronous exchange, see `connect`.  holds: what it has as one PC of a pipeline.  incarnation:
     above which this process begins (`begin_incarnation`); 0: the node is not fenced.  keep: its checkpoints.  order: of
     an operator for the broker.  hosts: it serves a shard of the run, if the first of several brokers asks it to.
+    whole: it takes part only where one broker has all of the model.
     """
 
     name: str
@@ -112,6 +114,7 @@ class NodeOptions:
     keep: CheckpointOptions | None = None
     order: Promote | Stop | None = None
     hosts: bool = False
+    whole: bool = False
 
 
 class Node(NullListener):
@@ -134,7 +137,7 @@ class Node(NullListener):
             options.peer, options.name, role, share.rate, share.share, options.exchange, options.incarnation,
             options.addresses,
         )  # fmt: skip
-        self.peer.holds = options.holds
+        self.peer.holds, self.peer.whole = options.holds, options.whole
         self.turn = -1
         """Of what is offered now, at a PC of a pipeline; see `Publish`."""
         self._changed = here.condition()
@@ -147,7 +150,9 @@ class Node(NullListener):
             self.progress.software = software()
         self.restarts, self.offers, self.inbox = Restarts(), Offers(), Inbox()
         self.codec = NodeCodec(self, self.offers, self.inbox, self.restarts, options.codec_on, self._events)
+        self._model: ModelSpec = ()
         self._values: list[int] = []  # by fragment
+        self._making = threading.Lock()
         self._executor = here.executor("zmqtrain-codec", 256, self)
         self.link = HubSession(dialer, self.peer, options.addresses[0], self, share)
         self.checkpoint: NodeCheckpoint | None = None
@@ -447,16 +452,17 @@ class Node(NullListener):
         self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, optimizer_state: Sequence[Any] = ()
     ) -> None:
         """Ask to join, without waiting: the first third of `join`. Raises LocalProtocolError for a second time."""
-        if self.codec.coder is not None:
+        if self._model:
             raise LocalProtocolError(
                 f"{self.name} has joined the run already, with another DelayedSync: a node exchanges one tree. Give "
                 'both models to one, as DelayedSync(node, {"generator": g, "discriminator": d}), and to its `step` '
                 "too; or connect another node, to a broker of its own, for the second model"
             )
-        coder = self.make_coder(model)
-        layout = coder.layout
-        self._values = [sum(layout.counts(fragment)) for fragment in range(layout.fragments)]
-        self.codec.coder, self._initial = coder, (leaves, optimizer_state)
+        self._model, self._initial = model, (leaves, optimizer_state)
+        if self.settings.shards != AUTO_SHARDS or self.options.whole:
+            self.get_ready()
+        elif not self._virtual:
+            _compile_for(model)
         resuming = None
         if self.checkpoint is not None:
             self.checkpoint.begin(model)
@@ -466,10 +472,21 @@ class Node(NullListener):
             self._events.joining(self.peer.peer, self.peer.run, self.settings, self.peer.founded, version)
         self.link.call(lambda: self.link.carry_out(self.peer.join(model, self.clock.monotonic(), score)))
 
+    def get_ready(self) -> None:
+        """Make the coder, once the hub has decided among how many brokers the model is divided: what it sends then
+        shows that it has. From any thread."""
+        with self._making:
+            if self.codec.coder is not None or not self._model:
+                return
+            if self.settings.shards == AUTO_SHARDS:
+                self.peer.divided(1)
+            coder = self.make_coder(self._model)
+            self._values = [sum(coder.layout.counts(fragment)) for fragment in range(coder.layout.fragments)]
+            self.codec.coder = coder
+
     def make_coder(self, model: ModelSpec) -> DeltaCoder:
         """Return the coder of the deltas of this model."""
-        if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
-            kernels(LARGE_SLAB)  # compiled now, once on a machine, and not in the first exchange
+        _compile_for(model)
         return DeltaCoder(model, self.settings, self.codec.device_coder(), self.shard)
 
     def has_joined(self) -> bool:
@@ -690,6 +707,7 @@ class Node(NullListener):
                 self._copies.append((announcement, frames))
                 self.notify()
             return
+        self.get_ready()
         if not isinstance(announcement, Aggregate):
             taken = self.in_codec(lambda: self.codec.arrive(deliver, frames), sum(self._values))
         elif self.inbox.full:
@@ -729,6 +747,7 @@ class Node(NullListener):
 
     def on_founding(self) -> None:
         """See Listener. A node of a population, or of several brokers, answers when its training thread lends."""
+        self.get_ready()
         if self.peer.state is PeerState.APART or self.answers_later:  # its parameters may change with every step
             self.wanted = True
             self.notify()
@@ -818,6 +837,12 @@ class Node(NullListener):
         """Compile for one fragment, then for the next ones, after the jobs that have come meanwhile."""
         if self.codec.warm_up(fragment):
             self.in_codec(lambda: self._warm_up(fragment + 1))
+
+
+def _compile_for(model: ModelSpec) -> None:
+    """Compile what codes large leaves now, once on a machine, and not in the first exchange."""
+    if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
+        kernels(LARGE_SLAB)
 
 
 def open_node(options: NodeOptions, dialer: Dialer, saved: SavedNode | None = None, first: Node | None = None) -> Node:

@@ -21,6 +21,7 @@ from typing import Any
 from zmqtrain.codecs.fragment import WholeLayout
 from zmqtrain.core.errors import HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import Dialer, Layout, Population
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import (
     Array,
     Counts,
@@ -55,10 +56,10 @@ class ShardedNode:
     def __init__(self, first: Node, dialer: Dialer, wait_seconds: float) -> None:
         self._first, self._dialer, self._wait_seconds = first, dialer, wait_seconds
         self._lines = [first]  # by shard; the others once the node joins
-        self.clock, self.name, self.settings, self.peer_id = first.clock, first.name, first.settings, first.peer_id
+        self.clock, self.name, self.peer_id = first.clock, first.name, first.peer_id
         self.population: Population | None = None
         """See Exchange: no population has several brokers."""
-        self._count, self._fragments = first.settings.shards, 0
+        self._fragments = 0
         self._layout: WholeLayout | None = None
         self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
         first.answers_later, first.idle = True, self._tell_idle
@@ -68,6 +69,15 @@ class ShardedNode:
         self.report, self.report_scores = first.report, first.report_scores
 
     # ------------------------------------------------------------------ what the first broker knows
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings; their number of brokers may not be decided before `join`."""
+        return self._first.settings
+
+    @property
+    def _count(self) -> int:
+        return max(1, self.settings.shards)
 
     @property
     def waiting_for(self) -> str:
@@ -122,9 +132,17 @@ class ShardedNode:
         Raises ModelMismatch, ConfigError (a model of fewer blocks than fragments of all brokers), JoinRefused,
         HubUnreachable, NonFiniteDelta.
         """
-        self._fragments = self.settings.fragments_of(model)
-        self._layout = WholeLayout(model, self._fragments, self._count)
-        self._first.begin_join(model, leaves, score=score, optimizer_state=optimizer_state)
+        if self.settings.shards != AUTO_SHARDS:
+            self._cut(model)
+        first = self._first
+        first.begin_join(model, leaves, score=score, optimizer_state=optimizer_state)
+        if self.settings.shards == AUTO_SHARDS:
+            self._until(
+                lambda: self.settings.shards != AUTO_SHARDS or first.has_joined() or first.wanted,
+                lambda: self.waiting_for,
+            )
+            first.get_ready()
+            self._cut(model)
         while True:
             self._until(lambda: self._first.has_joined() or self._first.wanted, lambda: self.waiting_for)
             if self._first.has_joined():
@@ -133,10 +151,14 @@ class ShardedNode:
             if self.found_others(model, leaves):
                 self._first.lend(leaves, optimizer_state)
         update = self._first.end_join()
-        if update is None and len(self._lines) > 1:
+        if update is None and len(self._lines) == self._count:
             return None
         self._leave_others()  # their parameters are not the run's
         return self._join_others(model, update)
+
+    def _cut(self, model: ModelSpec) -> None:
+        self._fragments = self.settings.fragments_of(model)
+        self._layout = WholeLayout(model, self._fragments, self._count)
 
     def found_others(self, model: ModelSpec, leaves: Sequence[Any]) -> bool:
         """Give the others their shards of this node's parameters; False if the first no longer asks for that."""

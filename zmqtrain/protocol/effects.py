@@ -46,6 +46,12 @@ class Expect(Effect, frozen=True):
     announcement: Announcement
 
 
+class Divide(Effect, frozen=True):
+    """The model of this run, which has not begun, is divided among so many brokers."""
+
+    shards: int
+
+
 class ServeShard(Effect, frozen=True):
     """Serve a shard from this machine, as another broker of the run."""
 
@@ -299,7 +305,7 @@ class Connect(Effect, frozen=True):
 HubEffect = (
     SendTo | Broadcast | Expect | Found | Average | Propose | Lend | Serve | Replicate | Hear | Rewind | Answer
     | Forward | Consult | Combine | Discard | Accumulate | Dismiss | Reduce | Rebase | TakeBack | Disconnect
-    | ServeShard | FollowShard | TakeShard
+    | Divide | ServeShard | FollowShard | TakeShard
 )
 # fmt: on
 PeerEffect = Send | Connect | Expect | Serve | Deliver | Withdraw | Disconnect

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zmqtrain.core.types import PeerId
+from zmqtrain.codecs.fragment import BLOCK_VALUES
+from zmqtrain.core.types import ModelSpec, PeerId
 from zmqtrain.protocol.effects import FollowShard, HubEffect, SendTo, ServeShard, TakeShard
 from zmqtrain.protocol.members import Member, ShardRegistry
 from zmqtrain.protocol.messages import Host
@@ -23,19 +24,31 @@ HOST_SECONDS = 30.0
 RETURN_SECONDS = 30.0
 
 
+LEAST_BLOCKS = 4
+"""A shard has at least so many blocks of the model for each of its fragments: of fewer values heads would be a large
+part."""
+
+
+def division(nodes: int, model: ModelSpec) -> int:
+    """Return among how many brokers auto divides a model: one on each of these nodes beside the first, or one alone
+    where the model is too small for so many."""
+    blocks = sum(-(-leaf.values // BLOCK_VALUES) for leaf in model)
+    return next((shards for shards in (nodes + 1, nodes // 2 + 1) if blocks >= LEAST_BLOCKS * shards), 1)
+
+
 class Hosting:
     """The first broker's part in who serves which shard. start_nodes: with which the run begins.  not_before: the time
     before which nobody is asked."""
 
     def __init__(self, registry: ShardRegistry, start_nodes: int, not_before: float = 0.0) -> None:
-        self._registry, self._start_nodes, self._not_before = registry, start_nodes, not_before
+        self.registry, self._start_nodes, self._not_before = registry, start_nodes, not_before
         self._asked: dict[int, tuple[PeerId, float]] = {}
         self._declined: set[PeerId] = set()
         self._here: set[int] = set()
 
     def look(self, nodes: Sequence[Member], now: float) -> list[HubEffect]:
         """Return whom to ask and what to begin on this machine. nodes: that are here, in the order of their coming."""
-        addresses = self._registry.addresses
+        addresses = self.registry.addresses
         served = [shard for shard in range(1, len(addresses)) if addresses[shard]]
         begun: list[HubEffect] = [FollowShard(shard, addresses[shard]) for shard in served if shard not in self._here]
         self._here.update(served)

@@ -25,12 +25,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite, isnan, nan
 from statistics import median
 from typing import Any
 
 from zmqtrain.core.errors import CheckpointError, FramingError, RemoteProtocolError
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import (
     MOST_PARTS,
     ModelSpec,
@@ -51,6 +52,7 @@ from zmqtrain.protocol.effects import (
     Contribution,
     Disconnect,
     Dismiss,
+    Divide,
     Expect,
     Hear,
     HubEffect,
@@ -63,7 +65,7 @@ from zmqtrain.protocol.effects import (
 )
 from zmqtrain.protocol.fencing import GAP, MAX_INCARNATION, SUPERSEDED, UNKNOWN, Fence, Stamp, Verdict
 from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
-from zmqtrain.protocol.hosting import Hosting
+from zmqtrain.protocol.hosting import Hosting, division
 from zmqtrain.protocol.initialization import Initialization, Preemption
 from zmqtrain.protocol.limits import OVER, TAKEN_BY_HUBS, HeadSizes, ProbeBudget, Quarantines, is_sound
 from zmqtrain.protocol.members import (
@@ -153,6 +155,11 @@ CLOCK = (
     "the clock of this PC is more than a day ahead of the broker's: set the one that is wrong (timedatectl), and start "
     "this node again"
 )
+DIVIDED = (
+    "the model of this run is divided among several brokers, with which a node has neither a --checkpoint nor a record "
+    "of its own, nor a --link or --share, and trains neither in lockstep nor as one of several processes: leave these "
+    "out, or start the broker with --shards 1"
+)
 BROKEN_PIPELINE = ("turn", "a PC of this pipeline is not here: what it offers cannot count without the others' parts")
 RESTART = ("restart", "this node is to begin again from the shared parameters: what it had pending is dropped")
 DIVERGED = frozenset({"norm", "enormous", "non-finite"})
@@ -218,7 +225,8 @@ class Hub:
 
         self.lease = PrimaryLease()
         self.timetable = Timetable(settings)
-        self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
+        self._planner = planner if settings.is_planned else None
+        self.replanning = Replanning(self.timetable, self._planner)
         self.shards = ShardRegistry(settings.shards)
         self.hosting: Hosting | None = None
         self.rounds = FragmentRounds(rule, together=settings.carries_all)
@@ -330,6 +338,8 @@ class Hub:
         effects: list[HubEffect] = self.groups.tick(now)
         late, self._ticked = max(0.0, now - self._ticked - LATE_SECONDS), now
         effects += self.look_over(late, now)
+        if self.settings.shards == AUTO_SHARDS:
+            effects += self._divide(now)
         if self.hosting is not None:
             nodes = [member for member in self.members.values() if member.is_node]
             effects += self.hosting.look(sorted(nodes, key=lambda node: node.number), now)
@@ -571,7 +581,7 @@ class Hub:
         name = printable(hello.name, MAX_NAME)
         member = Member(peer, name, state, now, now, hello.version, hello.version < 0, number=self._came)
         member.link, member.share, member.checkpoints = hello.link, hello.share, hello.checkpoints
-        member.holds = _share_of(hello)
+        member.holds, member.whole = _share_of(hello), hello.whole
         if state is MemberState.STANDBY:
             member.address = hello.address
         if before is None:
@@ -721,6 +731,8 @@ class Hub:
             return [Serve(member.peer, fetch.version, (), digest=fetch.digest, held=fetch.held)]
         if member.state is MemberState.LIVE and not fetch.model:
             return []  # a score, of the mean or of its own parameters, that nobody needs any more
+        if member.whole and self.settings.shards > 1:
+            return self.initialization.send_away(member, "model", DIVIDED)
         if self.is_taken_back(fetch.version):  # it was not here when the others were told
             return [_restart(member, "what this node has is of versions that the run has taken back")]
         if member.restarts or member.quarantined:
@@ -1170,6 +1182,25 @@ class Hub:
     def seconds(self, now: float) -> float:
         """Return how long the run has lasted, with what it lasted before a restart of its broker."""
         return self._seconds_before + now - self._began
+
+    def divided(self, shards: int) -> None:
+        """Take it that the model is divided among so many brokers; before anything of the run is here."""
+        self.settings = self.initialization.settings = replace(self.settings, shards=shards)
+        self.timetable = Timetable(self.settings)
+        self.replanning = Replanning(self.timetable, self._planner)
+        self.shards = ShardRegistry(shards)
+        if self.hosting is not None:
+            self.hosting.registry = self.shards
+
+    def _divide(self, now: float) -> list[HubEffect]:
+        """Decide, once all nodes wait with which the run begins, among how many brokers the model is divided."""
+        waiting = self.members.in_state(MemberState.WAITING)
+        if len(waiting) < self.settings.start_nodes:
+            return []
+        whole = self.hosting is None or self.exchange or any(one.whole for one in waiting)
+        shards = 1 if whole else division(len(waiting), waiting[0].model)
+        self.divided(shards)
+        return [Divide(shards), Broadcast(self.roster(now)), *self._begun(self.initialization.go_on())]
 
     def _on_host(self, member: Member, host: Host, now: float) -> list[HubEffect]:
         return [] if self.hosting is None else self.hosting.declines(member.peer)

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from math import isfinite, isnan, nan
 from typing import Protocol
 
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import (
     BARRIER_SHARE,
     ModelSpec,
@@ -282,7 +282,7 @@ class Initialization:
 
     def go_on(self) -> list[HubEffect]:
         """Ask the next node for its parameters, if none is being asked."""
-        if self._shard:  # the first asks
+        if self._shard or self.settings.shards == AUTO_SHARDS:  # the first asks, once it is decided how many there are
             return []
         if any(member.holds is not None for member in self._in(MemberState.WAITING)) and not self.founded:
             return self._ask_pipeline()

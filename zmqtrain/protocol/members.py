@@ -93,7 +93,7 @@ class ShardRegistry:
     def claim(self, peer: PeerId, claim: Claim) -> tuple[str, PeerId | None]:
         """Register a broker; return (why it is refused, "" if it is not; the peer that it succeeds, None for none)."""
         shard, last = claim.shard, self.count - 1
-        if self.count == 1:
+        if self.count <= 1:
             return "this broker has the whole model; start it with --shard 0/M to divide that among M brokers", None
         if not 1 <= shard <= last:
             return f"shard {shard}/{self.count}: the first has shard 0, the others have 1 to {last}", None
@@ -115,8 +115,9 @@ class ShardRegistry:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """By shard the address of its broker, "" if it has none, and for the first; () where there is one broker."""
-        if self.count == 1:
+        """By shard the address of its broker, "" if it has none, and for the first; () where there is one broker, or
+        it is not decided yet how many there are."""
+        if self.count <= 1:
             return ()
         return tuple(self._claims.get(shard, ("", ""))[1] for shard in range(self.count))
 
@@ -179,7 +180,7 @@ class Member:
     node whose initial parameters its own descend from.
     link: rate of its port as it said, bytes per second (0: not said); share: the part of it that it gives; measured:
     measured rate of its link (0: not yet).  dropped: its messages that were duplicates or of a former connection.
-    address: of a standby.  checkpoints: as in Hello.  digest, held: as in its last Fetch.
+    whole: as in Hello.  address: of a standby.  checkpoints: as in Hello.  digest, held: as in its last Fetch.
     steps, units: steps of its deltas, and data units done, since it joined.  counted: rounds await it, and it counts in
     a mean.  quarantined: its deltas are rejected and not awaited.  voter: its key, "" where there are none.
     restarts: it was told to restart from the shared parameters, and has not fetched them.  begins_at: the version at
@@ -215,6 +216,7 @@ class Member:
     link: float = 0.0
     share: float = 1.0
     holds: Share | None = None
+    whole: bool = False
     measured: float = 0.0
     dropped: int = 0
     address: str = ""

@@ -83,6 +83,7 @@ class Hello(Message, frozen=True):
     the last lease from which it releases its hub (`standby`; 0: none).
     in_flight: of a node that goes on from a checkpoint, the sequences in flight then: Welcome says which of them have
     landed, however long ago.  checkpoints: in strict mode, the versions that it could go back to.
+    whole: this node takes part only where one broker has all of the model.
     pipeline: id of the pipeline of which this is one PC ("": of none).  holds: then the parts of the model that it has:
     from, to, of so many.
     """
@@ -103,6 +104,7 @@ class Hello(Message, frozen=True):
     checkpoints: tuple[int, ...] = ()
     pipeline: str = ""
     holds: tuple[int, ...] = ()
+    whole: bool = False
 
 
 class Welcome(Message, frozen=True):

@@ -17,12 +17,13 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 from random import Random
 from typing import Literal, NamedTuple
 
 from zmqtrain.core.errors import LocalProtocolError
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import ModelSpec, PeerId, Version, describe_mismatch
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Connection, Stamp, Verdict, hub_mismatch
@@ -308,6 +309,8 @@ class Peer:
         self.incarnation, self.term, self.without = incarnation, 0, 0
         self.dropped = Counter[str]()
         self.heard, self.called = -1, ""
+        self.whole = False
+        """As in Hello; set before `start`."""
         self.holds: Share | None = None
         """What this peer holds as one PC of a pipeline; set before `start`."""
         self.timetable: Timetable | None = None
@@ -398,6 +401,12 @@ class Peer:
         return self.run_version >= 0 or (self.roster is not None and self.roster.version >= 0)
 
     # ------------------------------------------------------------------ actions of this side
+
+    def divided(self, shards: int) -> None:
+        """The hub has decided among how many brokers the model is divided."""
+        assert self.settings is not None
+        self.settings = replace(self.settings, shards=shards)
+        self.timetable = Timetable(self.settings)
 
     def start(self, now: float) -> list[PeerEffect]:
         """Say Hello, for the first time or again."""
@@ -504,6 +513,8 @@ class Peer:
             case Roster():
                 self.roster, self.shards = message, message.shards or self.shards
                 self.run_samples = message.samples
+                if message.shards and self.settings is not None and self.settings.shards == AUTO_SHARDS:
+                    self.divided(len(message.shards))
                 self.search.know(str(message.hub.get("standby", "")))
                 return self._let_go_on(message, now)
             case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
@@ -604,7 +615,9 @@ class Peer:
         if (claim := self.claim) is not None:
             return Hello(self.name, "broker", self.run, self.version, shard=claim.shard, address=claim.address)
         role = "observer" if self.observer else "node"
-        hello = Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange)
+        hello = Hello(
+            self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange, whole=self.whole
+        )
         if (share := self.holds) is not None:
             hello = replace_fields(hello, pipeline=share.pipeline, holds=(share.first, share.end, share.parts))
         return replace_fields(hello, in_flight=self._asks_of, checkpoints=self.checkpoints)

@@ -25,7 +25,7 @@ from zmqtrain.broker.standby import Registration, ShardPlace
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.interfaces import Channel
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import Array, Buffer, ModelSpec, PeerId, Version
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record, record, release_facts
@@ -35,6 +35,7 @@ from zmqtrain.planning.costs import ExchangeCosts, exchange_costs
 from zmqtrain.planning.schedule import exchange_bytes, model_of
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
 from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.hosting import division
 from zmqtrain.session.environment import enter
 from zmqtrain.session.virtual import VirtualEnvironment, VirtualThread, VirtualTime
 from zmqtrain.sim.program import NodeProgram, SharedModel
@@ -43,7 +44,7 @@ from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop, TrainingResult
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program
-from zmqtrain.train.step import LoopHooks
+from zmqtrain.train.step import LoopHooks, describe_model
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.memory import LinkModel, Machine, MemoryHub
 from zmqtrain.transport.pacing import LinkShare
@@ -130,6 +131,12 @@ def simulate(
 def _address(shard: int) -> str:
     """Return where nodes find the broker of a shard."""
     return f"tcp://shard-{shard}:5555" if shard else ADDRESS
+
+
+def _division(scenario: Scenario, program: Program) -> int:
+    """Return among how many brokers the model is divided where that is auto: one, where losses are simulated."""
+    model = describe_model(program.init(scenario.settings.seed))
+    return division(scenario.settings.start_nodes, model) if scenario.may_be_divided else 1
 
 
 def _port_rate(link: LinkModel) -> float:
@@ -338,6 +345,8 @@ class _Simulation:
         self.make_sync, self.folder = make_sync, record
         self.scenario, self.program, self.initial_params, self.watch = scenario, program, initial_params, watch
         self.settings = replace(scenario.settings, evaluate_seconds=0.0)  # the simulation scores the model itself
+        if self.settings.shards == AUTO_SHARDS:  # it begins as the hub would decide
+            self.settings = replace(self.settings, shards=_division(scenario, program))
         self.scheduler = VirtualTime()
         self.recorder = _Recorder(self, None if record is None else record / "broker.jsonl")
         self.recorders: dict[str, NodeRecorder] = {}

@@ -145,7 +145,7 @@ class Scenario:
                 f"shards = {shards}: beside the first each broker is on a node, and there are {len(self.nodes)}; say "
                 "fewer shards, or shards_on_nodes = false"
             )
-        if shards > 1 and (self.faults or any(node.cut or node.killed_at < inf for node in self.nodes)):
+        if shards > 1 and not self.may_be_divided:
             raise ConfigError(
                 "losses, cut wires and faults are simulated with one broker: leave them out, or say shards = 1"
             )
@@ -171,6 +171,11 @@ class Scenario:
         if self.target_loss > -inf and not (self.evaluate_seconds or self.evaluate_versions):
             raise ConfigError("target_loss needs evaluate_seconds or evaluate_versions")
         check_faults(self.faults, names)
+
+    @property
+    def may_be_divided(self) -> bool:
+        """Whether several brokers are simulated: not with faults and losses."""
+        return not (self.faults or any(node.cut or node.killed_at < inf for node in self.nodes))
 
     def named_nodes(self) -> tuple[SimNode, ...]:
         """Return the nodes with their names, and what faults keep them from."""

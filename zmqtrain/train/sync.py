@@ -138,6 +138,7 @@ class DelayedSync:
             exchange.describe(device=say_device(exchange.name, leaves))
             self._first_step = FirstStep(leaves)
         update = exchange.join(model, _to_host(leaves), score=score, optimizer_state=optimizer_state)
+        self.settings = exchange.settings  # of which the number of brokers may be decided by now
         self._model, elastic, self._judge = model, self.settings.elastic, judge
         self._each = exchange.layout.fragments // self.settings.shards  # fragments of one broker
         self._moves = moves_of(exchange.layout, model, leaves, donate=donate, elastic=elastic, anchor=anchor)
