@@ -214,7 +214,7 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (BrokerConfig, ["--insecure", "--first", HUB], "first is for the other brokers"),
         (BrokerConfig, ["--insecure", "--shard", "1/4", "--first", HUB, "--every", "4"], "leave every out here"),
         (BrokerConfig, ["--insecure", "--shard", "0/4", "--record", "file"], "leave --record out"),
-        (BrokerConfig, ["--insecure", "--shard", "0/2", "--start-nodes", "2"], "say --initial founder"),
+        (BrokerConfig, ["--insecure", "--shard", "0/2", "--initial", "mean"], "say --initial best"),
         (BrokerConfig, ["--insecure", "--shard", "0/2", "--initial", "mean"], "of 2 brokers none has one"),
         (NodeConfig, [HUB, "--exchange", "ring"], "choose one of hub, allreduce:ring"),
         (
@@ -230,7 +230,7 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (NodeConfig, [HUB, "--exchange", "server:shards=2", "--shards", "4"], "say two numbers of shards"),
         (NodeConfig, [HUB, "--exchange", "allreduce", "--record", "file"], "leave --record out"),
         (LocalConfig, ["--exchange", "ring"], "choose one of hub, allreduce"),
-        (LocalConfig, ["--shards", "0"], "shards must be at least 1"),
+        (LocalConfig, ["--shards", "0"], "shards is auto, or a number of at least 1"),
         (BrokerConfig, ["--insecure", "--codec", "automatic"], "codec = 'automatic'.*ternary"),
     ],
 )

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.coder import encode_snapshot
@@ -88,8 +87,8 @@ class BrokerStatistics:
     aggregates_dropped: int
 
 
-class ShardsBeside(Protocol):
-    """What the first of several brokers begins on its own machine for the shards of others."""
+class ShardsBeside:
+    """What the first of several brokers begins on its own machine for the shards of others. This one: nothing."""
 
     def serve(self, shard: int) -> None:
         """Serve a shard that no node serves."""
@@ -178,14 +177,17 @@ class Broker:
         self.admin = AdminService(self.core, self.loads, self.uploads, self.receiver, self.keeper, self.parameters)
         self.admin.watch = options.watch
         self.messages: MessageHandlers = {}
-        self.effects: EffectHandlers = {Disconnect: self._disconnect}
-        if (beside := options.beside) is not None:
+        beside = options.beside or ShardsBeside()
+        self.effects: EffectHandlers = {
+            Disconnect: self._disconnect,
+            Divide: self._divide,
+            ServeShard: lambda effect: beside.serve(effect.shard),
+            FollowShard: lambda effect: beside.follow(effect.shard, effect.address),
+            TakeShard: lambda effect: beside.take(effect.shard),
+        }
+        if options.beside is not None:
             not_before = self.core.now() + RETURN_SECONDS if self.hub.version >= 0 else 0.0
             self.hub.hosting = Hosting(self.hub.shards, self.settings.start_nodes, not_before)
-            self.effects[ServeShard] = lambda effect: beside.serve(effect.shard)
-            self.effects[Divide] = self._divide
-            self.effects[TakeShard] = lambda effect: beside.take(effect.shard)
-            self.effects[FollowShard] = lambda effect: beside.follow(effect.shard, effect.address)
         self.core.dispatch_to(
             self, self.admin, self.receiver, self.uploads, self.releases, self.snapshots, self.standby, self.groups
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics
+from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics, ShardsBeside
 from zmqtrain.broker.checkpoint import MODEL_FILE, RunFolders, merge_parts, new_run, part_file
 from zmqtrain.broker.core import BrokerAccess
 from zmqtrain.broker.standby import Registration, ShardPlace, Standby, StandbyPlace, TakeoverState
@@ -448,8 +448,8 @@ class BrokerThread:
         self.stop()
 
 
-class _Beside:
-    """Brokers of other shards, and standbys of those that nodes serve, each in a thread (`ShardsBeside`).
+class _Beside(ShardsBeside):
+    """Brokers of other shards, and standbys of those that nodes serve, each in a thread.
 
     bind, channel: of the first broker.  folder: where each saves, in shard-I; None: nothing is saved.
     """
@@ -469,18 +469,15 @@ class _Beside:
         return self._broker.hub.settings.shards
 
     def serve(self, shard: int) -> None:
-        """See ShardsBeside."""
         place = ShardPlace(shard=shard, shards=self._shards, first=self._own_address())
         logger.info("no node serves shard %d: this machine does", shard)
         self._begin(shard, place, None)
 
     def follow(self, shard: int, address: str) -> None:
-        """See ShardsBeside."""
         logger.info("shard %d is served at %s, and followed here", shard, address)
         self._begin(shard, None, StandbyPlace(first=address, keeps=True))
 
     def take(self, shard: int) -> None:
-        """See ShardsBeside."""
         if (running := self._running.get(shard)) is not None:
             running.take_over()
 

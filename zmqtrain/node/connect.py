@@ -55,6 +55,7 @@ def connect(
     checkpoint_keep: int = 3,
     new_run: bool = False,
     holds: Share | None = None,
+    whole: bool = False,
 ) -> Node | ShardedNode:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
@@ -74,6 +75,8 @@ def connect(
     was, without a hub if need be.  checkpoint_every: "60s", or "64" for versions; checkpoint_keep: how many stay.
     new_run: if the hub's run is another than the checkpoint's, set that aside and join; else that is a JoinRefused.
     holds: what this PC has of the model, as one of a pipeline: `PipelineNode` says it.
+    whole: this node takes part only where one broker has all of the model; so does one with events, link, share,
+    exchange, checkpoint or holds.
     A script that ends without closing its node says goodbye all the same.
     Raises ConfigError for what cannot be, HubUnreachable when no broker answers, JoinRefused, CheckpointError.
     """
@@ -93,7 +96,7 @@ def connect(
         raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else NO_CHECKPOINT_OF_OBSERVERS)
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
     limited = bool(link) or share < 1
-    whole = limited or bool(exchange) or not (folder is None and events is None and holds is None)
+    whole |= limited or bool(exchange) or not (folder is None and events is None and holds is None)
     options = NodeOptions(
         name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events, share=given,
         hosts=not observer, exchange=exchange, holds=holds, whole=whole,

@@ -119,7 +119,7 @@ def connect_as_one(
 
     def opened() -> Node:
         node = connect(address, name, server_key, keys, timeout_seconds=timeout_seconds, codec_on=codec_on, link=link,
-                       share=share)  # fmt: skip
+                       share=share, whole=True)  # fmt: skip
         try:
             check_joint(node.settings)
             assert isinstance(node, Node)

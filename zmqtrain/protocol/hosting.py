@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zmqtrain.codecs.fragment import BLOCK_VALUES
-from zmqtrain.core.types import ModelSpec, PeerId
+from zmqtrain.core.types import ModelSpec, PeerId, count_values
 from zmqtrain.protocol.effects import FollowShard, HubEffect, SendTo, ServeShard, TakeShard
 from zmqtrain.protocol.members import Member, ShardRegistry
 from zmqtrain.protocol.messages import Host
@@ -24,16 +23,15 @@ HOST_SECONDS = 30.0
 RETURN_SECONDS = 30.0
 
 
-LEAST_BLOCKS = 4
-"""A shard has at least so many blocks of the model for each of its fragments: of fewer values heads would be a large
-part."""
+LEAST_VALUES = 1 << 14
+"""A shard has at least so many values: of fewer the heads would be a large part."""
 
 
 def division(nodes: int, model: ModelSpec) -> int:
-    """Return among how many brokers auto divides a model: one on each of these nodes beside the first, or one alone
-    where the model is too small for so many."""
-    blocks = sum(-(-leaf.values // BLOCK_VALUES) for leaf in model)
-    return next((shards for shards in (nodes + 1, nodes // 2 + 1) if blocks >= LEAST_BLOCKS * shards), 1)
+    """Return among how many brokers auto divides a model: one on each of these nodes beside the first, or on half of
+    them, or one alone, so that no shard is too small."""
+    most = count_values(model) // LEAST_VALUES
+    return next((shards for shards in (nodes + 1, nodes // 2 + 1) if shards <= most), 1)
 
 
 class Hosting:
