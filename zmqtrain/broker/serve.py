@@ -308,14 +308,15 @@ class _Host:
         options |= {"run": name, "registration": self.registration, "takeover": takeover}
         if isinstance(checkpoint, RunFolders):
             options |= {"checkpoint": checkpoint.folder(name, shard, settings.shards, term), "own_folder": True}
-        hosting = self.options.get("hosting") and settings.shards > 1 and not shard and self.options.get("keys") is None
-        if hosting:
-            folder = options["checkpoint"]
-            beside = folder.parent if isinstance(checkpoint, RunFolders) else folder
-            self.beside = options["beside"] = _Beside(self.address, channel, settings.shards, beside)
+        beside: _Beside | None = None
+        if self.options.get("hosting") and settings.shards > 1 and not shard and self.options.get("keys") is None:
+            folder = options.get("checkpoint")
+            parent = folder.parent if folder is not None and isinstance(checkpoint, RunFolders) else folder
+            beside = options["beside"] = _Beside(self.address, channel, settings.shards, parent)
         broker = Broker(channel, settings, BrokerOptions(**options), access)
-        if self.beside is not None:
-            self.beside.of(broker)
+        if beside is not None:
+            beside.of(broker)
+            self.beside = beside  # not before: `_live` closes it, and a broker that cannot be made has begun none
         channel.remember(broker.hub.records.owner)
         return broker
 
