@@ -64,10 +64,12 @@ class Hosting:
         self._asked[shard] = (free, now)
         return SendTo(free, Host(shard))
 
-    def declines(self, peer: PeerId) -> list[HubEffect]:
-        """A node says that it does not serve the shard that was asked of it, or that it is about to leave."""
+    def declines(self, peer: PeerId, shard: int) -> list[HubEffect]:
+        """A node says that it does not serve this shard, or that it is about to leave. It is believed too where nobody
+        was asked for the shard: the broker of the node came back by itself, after a restart."""
         self._declined.add(peer)
-        return [TakeShard(shard) for shard, (who, _) in self._asked.items() if who == peer and shard in self._here]
+        who, _ = self._asked.get(shard, (peer, 0.0))
+        return [TakeShard(shard)] if who == peer and shard in self._here else []
 
     def ended(self, shard: int) -> None:
         """What this machine had begun for a shard has ended; it is begun again if it is still needed."""
