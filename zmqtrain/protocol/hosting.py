@@ -32,7 +32,7 @@ class Hosting:
         self._asked: dict[int, tuple[PeerId, float]] = {}
         self._declined: set[PeerId] = set()
         self._here: set[int] = set()
-        self._complete = False  # the nodes have been here with which the run begins
+        self._complete = False  # each shard has been served or followed here
 
     def look(self, nodes: Sequence[Member], now: float) -> list[HubEffect]:
         """Return whom to ask and what to begin on this machine. nodes: that are here, in the order of their coming."""
@@ -40,8 +40,8 @@ class Hosting:
         served = [shard for shard in range(1, len(addresses)) if addresses[shard]]
         begun: list[HubEffect] = [FollowShard(shard, addresses[shard]) for shard in served if shard not in self._here]
         self._here.update(served)
-        self._complete |= len(nodes) >= self._start_nodes
-        if not self._complete or now < self._not_before:
+        self._complete |= len(self._here) == len(addresses) - 1
+        if not (self._complete or len(nodes) >= self._start_nodes) or now < self._not_before:
             return begun
         for shard in range(1, len(addresses)):
             if shard not in self._here and (effect := self._next(shard, nodes, now)) is not None:
