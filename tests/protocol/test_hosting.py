@@ -119,6 +119,14 @@ def test_what_no_node_is_left_for_is_served_by_the_hubs_machine_once():
     assert hosting.look(nodes_of("a", "b", "c"), 1.0) == [], "a node that comes later is not asked for it"
 
 
+def test_no_more_nodes_are_remembered_than_are_here():
+    _, hosting = hosting_of(shards=2, start_nodes=1)
+    for number in range(20):
+        hosting.declines(f"a-{number}", 1)
+        hosting.look(nodes_of("b", f"a-{number}"), 0.0)
+    assert hosting._declined == {"a-19"}
+
+
 def test_a_node_that_comes_later_is_asked_for_what_another_has_declined():
     _, hosting = hosting_of(shards=2, start_nodes=1)
     assert hosting.look(nodes_of("a"), 0.0) == asks(("a", 1))

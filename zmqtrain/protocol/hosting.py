@@ -40,6 +40,7 @@ class Hosting:
         served = [shard for shard in range(1, len(addresses)) if addresses[shard]]
         begun: list[HubEffect] = [FollowShard(shard, addresses[shard]) for shard in served if shard not in self._here]
         self._here.update(served)
+        self._declined.intersection_update([node.peer for node in nodes])  # or it grows with each node that ever came
         self._complete |= len(self._here) == len(addresses) - 1
         if not (self._complete or len(nodes) >= self._start_nodes) or now < self._not_before:
             return begun
