@@ -311,11 +311,13 @@ class _Host:
         if isinstance(checkpoint, RunFolders):
             folder = checkpoint.folder(name, shard, 1 if hosting else settings.shards, term)
             options |= {"checkpoint": folder, "own_folder": True}
+        beside: _Beside | None = None
         if hosting:
-            self.beside = options["beside"] = _Beside(self.address, channel, options.get("checkpoint"))
+            beside = options["beside"] = _Beside(self.address, channel, options.get("checkpoint"))
         broker = Broker(channel, settings, BrokerOptions(**options), access)
-        if self.beside is not None:
-            self.beside.of(broker)
+        if beside is not None:
+            beside.of(broker)
+            self.beside = beside  # not before: `_live` closes it, and a broker that cannot be made has begun none
         channel.remember(broker.hub.records.owner)
         return broker
 

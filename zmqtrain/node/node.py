@@ -68,6 +68,7 @@ from zmqtrain.protocol.messages import (
     Stop,
     WorkRequest,
     WorkUnit,
+    printable,
     replace_fields,
 )
 from zmqtrain.protocol.peer import Peer, PeerRole, PeerState
@@ -780,7 +781,7 @@ class Node(NullListener):
         sent, received = self.link.bytes_sent, self.link.bytes_received
         if self._hosted is not None and (why := self._hosted.why_ended()) is not None:
             logger.warning("the broker of shard %d on this PC has ended: %s", self._hosted.shard, why)
-            self.link.send(Host(self._hosted.shard, why))
+            self.link.send(Host(self._hosted.shard, printable(why)))
             self._hosted.close()
             self._hosted = None
         report = self.progress.report(sent, received, self.waiting_for, self.exchange_seconds)
@@ -804,7 +805,7 @@ class Node(NullListener):
             except OSError as error:
                 why = str(error)
         if why:
-            self.link.send(Host(shard, why))
+            self.link.send(Host(shard, printable(why)))
 
     def _request_units(self) -> None:
         if self.link.live and (request := self.units.request()) is not None:

@@ -43,6 +43,7 @@ class Hosting:
         self._asked: dict[int, tuple[PeerId, float]] = {}
         self._declined: set[PeerId] = set()
         self._here: set[int] = set()
+        self._complete = False  # each shard has been served or followed here
 
     def look(self, nodes: Sequence[Member], now: float) -> list[HubEffect]:
         """Return whom to ask and what to begin on this machine. nodes: that are here, in the order of their coming."""
@@ -50,7 +51,9 @@ class Hosting:
         served = [shard for shard in range(1, len(addresses)) if addresses[shard]]
         begun: list[HubEffect] = [FollowShard(shard, addresses[shard]) for shard in served if shard not in self._here]
         self._here.update(served)
-        if len(nodes) < self._start_nodes or now < self._not_before:
+        self._declined.intersection_update([node.peer for node in nodes])  # or it grows with each node that ever came
+        self._complete |= len(self._here) == len(addresses) - 1
+        if not (self._complete or len(nodes) >= self._start_nodes) or now < self._not_before:
             return begun
         for shard in range(1, len(addresses)):
             if shard not in self._here and (effect := self._next(shard, nodes, now)) is not None:
@@ -73,10 +76,12 @@ class Hosting:
         self._asked[shard] = (free, now)
         return SendTo(free, Host(shard))
 
-    def declines(self, peer: PeerId) -> list[HubEffect]:
-        """A node says that it does not serve the shard that was asked of it, or that it is about to leave."""
+    def declines(self, peer: PeerId, shard: int) -> list[HubEffect]:
+        """A node says that it does not serve this shard, or that it is about to leave. It is believed too where nobody
+        was asked for the shard: the broker of the node came back by itself, after a restart."""
         self._declined.add(peer)
-        return [TakeShard(shard) for shard, (who, _) in self._asked.items() if who == peer and shard in self._here]
+        who, _ = self._asked.get(shard, (peer, 0.0))
+        return [TakeShard(shard)] if who == peer and shard in self._here else []
 
     def ended(self, shard: int) -> None:
         """What this machine had begun for a shard has ended; it is begun again if it is still needed."""

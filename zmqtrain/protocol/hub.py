@@ -1203,7 +1203,7 @@ class Hub:
         return [Divide(shards), Broadcast(self.roster(now)), *self._begun(self.initialization.go_on())]
 
     def _on_host(self, member: Member, host: Host, now: float) -> list[HubEffect]:
-        return [] if self.hosting is None else self.hosting.declines(member.peer)
+        return [] if self.hosting is None else self.hosting.declines(member.peer, host.shard)
 
     def follow(self, planned: RunSettings) -> list[HubEffect]:
         """Plan as the first broker does, at another of several. planned: what holds there, or will."""

@@ -1,0 +1,314 @@
+"""Who serves the shards beside the first broker: the machine alone, and the first hub with it, without sockets."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqtrain.core.errors import RemoteProtocolError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.protocol.effects import Broadcast, FollowShard, SendTo, ServeShard, TakeShard
+from zmqtrain.protocol.groups import LATE_SECONDS
+from zmqtrain.protocol.hosting import HOST_SECONDS, RETURN_SECONDS, Hosting
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.members import Claim, Member, MemberState, ShardRegistry
+from zmqtrain.protocol.messages import Goodbye, Hello, Host, Roster
+from zmqtrain.protocol.rounds import release_rule_from_spec
+
+ONE, TWO = "tcp://one:5556", "tcp://two:5557"
+
+
+def nodes_of(*peers):
+    return [Member(peer, peer, MemberState.WELCOMED, 0.0, 0.0) for peer in peers]
+
+
+def hosting_of(shards=3, start_nodes=2, not_before=0.0):
+    registry = ShardRegistry(shards)
+    return registry, Hosting(registry, start_nodes, not_before)
+
+
+def register(registry, shard=1, address=ONE, peer="broker#1"):
+    assert registry.claim(peer, Claim(shard, address)) == ("", None)
+
+
+def asks(*pairs):
+    return [SendTo(peer, Host(shard)) for peer, shard in pairs]
+
+
+def served(shards=3, start_nodes=2):
+    """Return a registry and a machine whose nodes a and b serve shards 1 and 2, both of which are followed."""
+    registry, hosting = hosting_of(shards, start_nodes)
+    hosting.look(nodes_of("a", "b"), 0.0)
+    register(registry)
+    register(registry, 2, TWO, "broker#2")
+    assert hosting.look(nodes_of("a", "b"), 1.0) == [FollowShard(1, ONE), FollowShard(2, TWO)]
+    return registry, hosting
+
+
+# ---------------------------------------------------------------------- rule 1: whom it asks
+
+
+def test_nobody_is_asked_before_the_nodes_are_here_with_which_the_run_begins():
+    _, hosting = hosting_of()
+    assert hosting.look((), 0.0) == [] and hosting.look(nodes_of("a"), 1.0) == []
+    assert hosting.look(nodes_of("a", "b"), 2.0) == asks(("a", 1), ("b", 2))
+
+
+def test_each_shard_is_asked_of_another_node_in_the_order_in_which_they_came_and_once():
+    _, hosting = hosting_of(start_nodes=1)
+    assert hosting.look(nodes_of("c", "a", "b"), 0.0) == asks(("c", 1), ("a", 2))
+    assert hosting.look(nodes_of("c", "a", "b"), HOST_SECONDS - 1.0) == []
+
+
+def test_a_shard_that_has_a_broker_already_is_asked_of_nobody():
+    registry, hosting = hosting_of()
+    register(registry, 1)
+    assert hosting.look(nodes_of("a", "b"), 0.0) == [FollowShard(1, ONE), *asks(("a", 2))]
+
+
+def test_a_run_of_one_broker_asks_nobody():
+    _, hosting = hosting_of(shards=1, start_nodes=1)
+    assert hosting.look(nodes_of("a", "b"), 0.0) == [] and hosting.look(nodes_of("a"), 2 * HOST_SECONDS) == []
+
+
+# ---------------------------------------------------------------------- rule 2: who does not serve
+
+
+def test_a_node_that_declines_is_asked_no_more_and_the_next_is_asked():
+    _, hosting = hosting_of(start_nodes=1)
+    nodes = nodes_of("a", "b", "c")
+    hosting.look(nodes, 0.0)
+    assert hosting.declines("a", 1) == []
+    assert hosting.look(nodes, 1.0) == asks(("c", 1))
+    assert hosting.declines("b", 2) == []
+    assert hosting.look(nodes, 2.0) == [ServeShard(2)], "a has declined the other one, and is not asked again"
+
+
+def test_a_node_that_has_left_before_it_served_is_replaced_by_the_next():
+    _, hosting = hosting_of()
+    hosting.look(nodes_of("a", "b", "c"), 0.0)
+    assert hosting.look(nodes_of("b", "c"), 1.0) == asks(("c", 1))
+
+
+def test_when_all_have_left_before_they_served_the_next_that_come_are_asked():
+    _, hosting = hosting_of()
+    hosting.look(nodes_of("a", "b"), 0.0)
+    assert hosting.look((), 1.0) == []
+    assert hosting.look(nodes_of("c", "d"), 2.0) == asks(("c", 1), ("d", 2))
+
+
+def test_a_node_that_has_served_nothing_for_host_seconds_is_asked_no_more():
+    _, hosting = hosting_of()
+    nodes = nodes_of("a", "b", "c")
+    hosting.look(nodes, 0.0)
+    assert hosting.look(nodes, HOST_SECONDS - 0.1) == []
+    assert hosting.look(nodes, HOST_SECONDS) == [*asks(("c", 1)), ServeShard(2)]
+    assert hosting.look(nodes, 2 * HOST_SECONDS) == [ServeShard(1)]
+
+
+def test_a_node_that_serves_in_time_is_not_given_up_later():
+    registry, hosting = hosting_of(shards=2)
+    hosting.look(nodes_of("a", "b"), 0.0)
+    register(registry)
+    assert hosting.look(nodes_of("a", "b"), HOST_SECONDS - 1.0) == [FollowShard(1, ONE)]
+    assert hosting.look(nodes_of("a", "b"), 9 * HOST_SECONDS) == []
+
+
+def test_what_no_node_is_left_for_is_served_by_the_hubs_machine_once():
+    _, hosting = hosting_of(shards=4)
+    assert hosting.look(nodes_of("a", "b"), 0.0) == [*asks(("a", 1), ("b", 2)), ServeShard(3)]
+    assert hosting.look(nodes_of("a", "b", "c"), 1.0) == [], "a node that comes later is not asked for it"
+
+
+def test_no_more_nodes_are_remembered_than_are_here():
+    _, hosting = hosting_of(shards=2, start_nodes=1)
+    for number in range(20):
+        hosting.declines(f"a-{number}", 1)
+        hosting.look(nodes_of("b", f"a-{number}"), 0.0)
+    assert hosting._declined == {"a-19"}
+
+
+def test_a_node_that_comes_later_is_asked_for_what_another_has_declined():
+    _, hosting = hosting_of(shards=2, start_nodes=1)
+    assert hosting.look(nodes_of("a"), 0.0) == asks(("a", 1))
+    hosting.declines("a", 1)
+    assert hosting.look(nodes_of("a", "b"), 1.0) == asks(("b", 1))
+
+
+# ---------------------------------------------------------------------- rule 3: what it follows, and takes over
+
+
+def test_a_shard_that_is_served_is_followed_once():
+    registry, hosting = hosting_of(shards=2)
+    register(registry)
+    assert hosting.look((), 0.0) == [FollowShard(1, ONE)], "however few nodes are here"
+    assert hosting.look((), 1.0) == [] and hosting.look(nodes_of("a", "b"), 2.0) == []
+
+
+def test_a_shard_that_is_served_is_followed_again_after_what_followed_it_has_ended():
+    _, hosting = served()
+    hosting.ended(1)
+    assert hosting.look(nodes_of("a", "b"), 2.0) == [FollowShard(1, ONE)]
+    assert hosting.look(nodes_of("a", "b"), 3.0) == []
+
+
+def test_what_this_machine_has_taken_over_is_not_followed():
+    registry, hosting = served()
+    registry.forget("broker#1")
+    assert hosting.look(nodes_of("b"), 2.0) == [], "it takes a while until that has registered"
+    register(registry, 1, "tcp://hub:9999", "broker#3")
+    assert hosting.look(nodes_of("b"), 3.0) == []
+
+
+def test_what_this_machine_serves_is_served_again_after_it_has_ended_even_if_fewer_nodes_are_here():
+    registry, hosting = hosting_of(shards=4)
+    hosting.look(nodes_of("a", "b"), 0.0)
+    hosting.ended(3)
+    assert hosting.look(nodes_of("a"), 1.0) == [], "not all have been served yet: the run has not begun"
+    assert hosting.look(nodes_of("a", "b"), 2.0) == [ServeShard(3)]
+    register(registry)
+    register(registry, 2, TWO, "broker#2")
+    hosting.look(nodes_of("a", "b"), 3.0)
+    hosting.ended(3)
+    assert hosting.look(nodes_of("a"), 4.0) == [ServeShard(3)]
+
+
+def test_of_a_node_that_leaves_its_own_shard_is_taken_over_and_no_other():
+    _, hosting = served()
+    assert hosting.declines("b", 2) == [TakeShard(2)]
+    assert hosting.declines("c", 1) == [], "it serves none"
+    assert hosting.declines("b", 1) == [], "another serves that one"
+    assert hosting.declines("a", 1) == [TakeShard(1)]
+
+
+def test_of_a_node_that_leaves_before_it_serves_nothing_is_taken_over():
+    _, hosting = hosting_of(shards=2)
+    hosting.look(nodes_of("a", "b"), 0.0)
+    assert hosting.declines("a", 1) == []
+
+
+def test_a_node_whose_shard_was_taken_over_is_not_asked_for_it_again():
+    registry, hosting = served(start_nodes=1)
+    hosting.declines("a", 1)
+    registry.forget("broker#1")
+    hosting.ended(1)
+    assert hosting.look(nodes_of("a", "b", "c"), 2.0) == asks(("c", 1))
+
+
+# ---------------------------------------------------------------------- rule 4: a run that goes on
+
+
+def test_in_a_run_that_goes_on_brokers_that_come_back_are_followed_and_nobody_is_asked():
+    registry, hosting = hosting_of(not_before=RETURN_SECONDS)
+    nodes = nodes_of("a", "b")
+    assert hosting.look(nodes, 0.0) == []
+    register(registry, 2, TWO, "broker#2")
+    assert hosting.look(nodes, 1.0) == [FollowShard(2, TWO)]
+    register(registry)
+    assert hosting.look(nodes, 2.0) == [FollowShard(1, ONE)]
+    assert hosting.look(nodes, RETURN_SECONDS) == []
+
+
+def test_in_a_run_that_goes_on_a_shard_that_does_not_come_back_is_asked_of_nodes_then():
+    registry, hosting = hosting_of(not_before=RETURN_SECONDS)
+    register(registry)
+    assert hosting.look(nodes_of("a", "b"), RETURN_SECONDS - 0.1) == [FollowShard(1, ONE)]
+    assert hosting.look(nodes_of("a", "b"), RETURN_SECONDS) == asks(("a", 2))
+
+
+def test_a_node_whose_broker_came_back_by_itself_is_taken_over_from_when_it_leaves():
+    registry, hosting = hosting_of(not_before=RETURN_SECONDS)
+    register(registry)
+    hosting.look(nodes_of("a", "b"), 0.0)
+    assert hosting.declines("a", 2) == [] and hosting.declines("a", 1) == [TakeShard(1)]
+
+
+# ---------------------------------------------------------------------- the first hub
+
+
+def hub_of(hosts=True, **settings):
+    run = RunSettings(release="immediately", **{"shards": 3, "initial": "founder", "start_nodes": 2} | settings)
+    hub = Hub(run, release_rule_from_spec("immediately"), "run-1")
+    hub.hosting = Hosting(hub.shards, run.start_nodes) if hosts else None
+    return hub
+
+
+def join(hub, *peers):
+    for peer in peers:
+        hub.receive(peer, Hello(peer), 0.0)
+
+
+def begun(effects):
+    """Return the effects of hosting, those for nodes as (peer, shard)."""
+    own = (FollowShard, ServeShard, TakeShard)
+    asked = [(e.peer, e.message.shard) for e in effects if isinstance(e, SendTo) and isinstance(e.message, Host)]
+    return asked + [e for e in effects if isinstance(e, own)]
+
+
+def test_the_first_asks_its_nodes_in_the_order_in_which_they_came_and_no_other_peer():
+    hub = hub_of()
+    hub.receive("z#1", Hello("z", "observer"), 0.0)
+    join(hub, "b#1")
+    assert begun(hub.tick(0.1)) == []
+    join(hub, "a#1")
+    assert begun(hub.tick(0.2)) == [("b#1", 1), ("a#1", 2)] and begun(hub.tick(0.3)) == []
+
+
+def test_the_first_follows_a_broker_that_registers_and_tells_nodes_where_it_is():
+    hub = hub_of()
+    join(hub, "a#1", "b#1")
+    hub.tick(0.1)
+    effects = hub.receive("m1#1", Hello("m1", "broker", shard=1, address=ONE), 0.2)
+    (roster,) = [e.message for e in effects if isinstance(e, Broadcast) and isinstance(e.message, Roster)]
+    assert roster.shards == ("", ONE, "")
+    assert begun(hub.tick(0.3)) == [FollowShard(1, ONE)] and begun(hub.tick(0.4)) == []
+
+
+def test_the_first_asks_the_next_when_a_node_declines_leaves_or_is_lost():
+    hub = hub_of()
+    join(hub, "a#1", "b#1", "c#1", "d#1", "e#1", "f#1")
+    assert begun(hub.tick(0.1)) == [("a#1", 1), ("b#1", 2)]
+    assert hub.receive("a#1", Host(1, "it is not asked to serve any"), 0.2) == []
+    assert begun(hub.tick(0.3)) == [("c#1", 1)]
+    hub.receive("b#1", Goodbye(), 0.4)
+    assert begun(hub.tick(0.5)) == [("d#1", 2)]
+    asked = []
+    for tick in range(2, 2 + round(hub.settings.lost_seconds / LATE_SECONDS) + 2):
+        for peer in ("a#1", "d#1", "e#1", "f#1"):  # c is silent
+            hub.saw(peer, tick * LATE_SECONDS)
+        asked += begun(hub.tick(tick * LATE_SECONDS))
+    assert "c#1" not in hub.members and asked == [("e#1", 1)]
+
+
+def test_the_first_takes_over_what_a_node_serves_that_leaves():
+    hub = hub_of()
+    join(hub, "a#1", "b#1")
+    hub.tick(0.1)
+    for shard, address in ((1, ONE), (2, TWO)):
+        hub.receive(f"m{shard}#1", Hello("m", "broker", shard=shard, address=address), 0.2)
+    hub.tick(0.3)
+    assert hub.receive("b#1", Host(2, "this node leaves"), 0.4) == [TakeShard(2)]
+    hub.receive("b#1", Goodbye(), 0.5)
+    hub.receive("m2#1", Goodbye(), 0.6)
+    hub.receive("hub#1", Hello("m", "broker", shard=2, address="tcp://hub:9999"), 0.7)
+    assert begun(hub.tick(0.8)) == [], "what it serves itself is not followed"
+
+
+def test_a_hub_whose_brokers_are_started_by_hand_asks_nobody_and_takes_what_is_said():
+    hub = hub_of(hosts=False)
+    join(hub, "a#1", "b#1")
+    hub.receive("m1#1", Hello("m", "broker", shard=1, address=ONE), 0.0)
+    assert begun(hub.tick(0.1)) == [] and hub.receive("a#1", Host(1, "no"), 0.2) == []
+
+
+def test_a_hub_that_has_the_whole_model_asks_nobody():
+    hub = hub_of(shards=1)
+    join(hub, "a#1", "b#1")
+    assert begun(hub.tick(0.1)) == []
+
+
+@pytest.mark.parametrize("role", ["observer", "broker", "process", "standby"])
+def test_only_a_node_says_that_it_does_not_serve(role):
+    hub = hub_of()
+    hub.receive("p#1", Hello("p", role, shard=1, address=ONE), 0.0)
+    with pytest.raises(RemoteProtocolError):
+        hub.receive("p#1", Host(1, "no"), 0.1)
