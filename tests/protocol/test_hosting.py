@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.core.errors import RemoteProtocolError
-from zmqtrain.core.settings import RunSettings
-from zmqtrain.protocol.effects import Broadcast, FollowShard, SendTo, ServeShard, TakeShard
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
+from zmqtrain.core.types import LeafSpec
+from zmqtrain.protocol.effects import Broadcast, Divide, FollowShard, SendTo, ServeShard, TakeShard
 from zmqtrain.protocol.groups import LATE_SECONDS
-from zmqtrain.protocol.hosting import HOST_SECONDS, RETURN_SECONDS, Hosting
+from zmqtrain.protocol.hosting import HOST_SECONDS, LEAST_VALUES, RETURN_SECONDS, Hosting, division
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import Claim, Member, MemberState, ShardRegistry
-from zmqtrain.protocol.messages import Goodbye, Hello, Host, Roster
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Host, Refused, Roster, Welcome, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 
 ONE, TWO = "tcp://one:5556", "tcp://two:5557"
@@ -77,9 +78,9 @@ def test_a_node_that_declines_is_asked_no_more_and_the_next_is_asked():
     _, hosting = hosting_of(start_nodes=1)
     nodes = nodes_of("a", "b", "c")
     hosting.look(nodes, 0.0)
-    assert hosting.declines("a", 1) == []
+    assert hosting.declines("a", Host(1)) == []
     assert hosting.look(nodes, 1.0) == asks(("c", 1))
-    assert hosting.declines("b", 2) == []
+    assert hosting.declines("b", Host(2)) == []
     assert hosting.look(nodes, 2.0) == [ServeShard(2)], "a has declined the other one, and is not asked again"
 
 
@@ -122,7 +123,7 @@ def test_what_no_node_is_left_for_is_served_by_the_hubs_machine_once():
 def test_no_more_nodes_are_remembered_than_are_here():
     _, hosting = hosting_of(shards=2, start_nodes=1)
     for number in range(20):
-        hosting.declines(f"a-{number}", 1)
+        hosting.declines(f"a-{number}", Host(1))
         hosting.look(nodes_of("b", f"a-{number}"), 0.0)
     assert hosting._declined == {"a-19"}
 
@@ -130,7 +131,7 @@ def test_no_more_nodes_are_remembered_than_are_here():
 def test_a_node_that_comes_later_is_asked_for_what_another_has_declined():
     _, hosting = hosting_of(shards=2, start_nodes=1)
     assert hosting.look(nodes_of("a"), 0.0) == asks(("a", 1))
-    hosting.declines("a", 1)
+    hosting.declines("a", Host(1))
     assert hosting.look(nodes_of("a", "b"), 1.0) == asks(("b", 1))
 
 
@@ -174,21 +175,30 @@ def test_what_this_machine_serves_is_served_again_after_it_has_ended_even_if_few
 
 def test_of_a_node_that_leaves_its_own_shard_is_taken_over_and_no_other():
     _, hosting = served()
-    assert hosting.declines("b", 2) == [TakeShard(2)]
-    assert hosting.declines("c", 1) == [], "it serves none"
-    assert hosting.declines("b", 1) == [], "another serves that one"
-    assert hosting.declines("a", 1) == [TakeShard(1)]
+    assert hosting.declines("b", Host(2, leaves=True)) == [TakeShard(2)]
+    assert hosting.declines("c", Host(1, leaves=True)) == [], "it serves none"
+    assert hosting.declines("b", Host(1, leaves=True)) == [], "another serves that one"
+    assert hosting.declines("a", Host(1, leaves=True)) == [TakeShard(1)]
+
+
+def test_a_node_that_serves_nothing_and_says_so_costs_the_broker_that_does_nothing():
+    registry, hosting = hosting_of(shards=2)
+    hosting.look(nodes_of("a", "b"), 0.0)
+    assert hosting.look(nodes_of("a", "b"), HOST_SECONDS) == asks(("b", 1)), "that of a is late"
+    register(registry)
+    assert hosting.look(nodes_of("a", "b"), HOST_SECONDS + 1.0) == [FollowShard(1, ONE)]
+    assert hosting.declines("b", Host(1, "shard 1 has a broker already")) == []
 
 
 def test_of_a_node_that_leaves_before_it_serves_nothing_is_taken_over():
     _, hosting = hosting_of(shards=2)
     hosting.look(nodes_of("a", "b"), 0.0)
-    assert hosting.declines("a", 1) == []
+    assert hosting.declines("a", Host(1)) == []
 
 
 def test_a_node_whose_shard_was_taken_over_is_not_asked_for_it_again():
     registry, hosting = served(start_nodes=1)
-    hosting.declines("a", 1)
+    hosting.declines("a", Host(1))
     registry.forget("broker#1")
     hosting.ended(1)
     assert hosting.look(nodes_of("a", "b", "c"), 2.0) == asks(("c", 1))
@@ -219,7 +229,87 @@ def test_a_node_whose_broker_came_back_by_itself_is_taken_over_from_when_it_leav
     registry, hosting = hosting_of(not_before=RETURN_SECONDS)
     register(registry)
     hosting.look(nodes_of("a", "b"), 0.0)
-    assert hosting.declines("a", 2) == [] and hosting.declines("a", 1) == [TakeShard(1)]
+    assert hosting.declines("a", Host(2, leaves=True)) == []
+    assert hosting.declines("a", Host(1, leaves=True)) == [TakeShard(1)]
+
+
+def test_in_a_run_that_has_begun_no_node_is_asked_as_none_has_the_shards_parameters():
+    _, hosting = hosting_of(not_before=RETURN_SECONDS)
+    assert hosting.look(nodes_of("a", "b"), RETURN_SECONDS, begun=True) == [ServeShard(1), ServeShard(2)]
+
+
+# ---------------------------------------------------------------------- into how many shards
+
+
+@pytest.mark.parametrize(
+    ("nodes", "values", "shards"),
+    [(8, 9 * LEAST_VALUES, 9), (8, 9 * LEAST_VALUES - 1, 5), (8, 5 * LEAST_VALUES - 1, 1), (5, 1, 1), (20, 10**8, 21)],
+)
+def test_a_model_is_divided_among_the_hub_and_its_nodes_unless_shards_would_be_small(nodes, values, shards):
+    assert division(nodes, (LeafSpec("w", (values,), "float32"),)) == shards
+
+
+@pytest.mark.parametrize(
+    ("settings", "shards"),
+    [
+        ({}, AUTO_SHARDS),
+        ({"initial": "founder"}, AUTO_SHARDS),
+        ({"shards": 3}, 3),
+        ({"shards": "auto"}, AUTO_SHARDS),
+        ({"start_nodes": 4}, 1),
+        ({"initial": "mean"}, 1),
+        ({"fresh_moments": False}, 1),
+        ({"mode": "strict", "release": "all"}, 1),
+        ({"elastic": 0.5}, 1),
+        ({"pipeline": 2, "initial": "founder"}, 1),
+    ],
+)
+def test_auto_is_one_broker_at_once_where_a_run_cannot_be_divided(settings, shards):
+    assert RunSettings(**{"start_nodes": 5} | settings).shards == shards
+
+
+LARGE = (LeafSpec("w", (6, LEAST_VALUES), "float32"),)
+
+
+def undecided(hosts=True, whole=False, **settings):
+    """Return a hub at which five nodes ask for parameters; and what the last of them was answered in the next tick."""
+    hub = hub_of(hosts, **{"shards": "auto", "start_nodes": 5} | settings)
+    for number in range(5):
+        assert told(hub.tick(0.1), Fetch) == [], "nobody is asked before it is decided"
+        peer = f"n{number}#1"
+        hub.receive(peer, Hello(peer, whole=whole and number == 3), 0.0)
+        assert told(hub.receive(peer, Fetch(-1, model_to_wire(LARGE), score=-float(number)), 0.0), Fetch) == []
+    return hub, hub.tick(0.2)
+
+
+def told(effects, kind):
+    return [(e.peer, e.message) for e in effects if isinstance(e, SendTo) and isinstance(e.message, kind)]
+
+
+@pytest.mark.parametrize(("initial", "founder"), [("founder", "n0#1"), ("best", "n4#1")])
+def test_once_all_have_come_the_hub_says_how_many_shards_there_are_and_then_asks_for_parameters(initial, founder):
+    hub, effects = undecided(initial=initial)
+    assert hub.settings.shards == 6 and effects[0] == Divide(6)
+    (roster,) = [e.message for e in effects if isinstance(e, Broadcast) and isinstance(e.message, Roster)]
+    assert roster.shards == ("",) * 6
+    assert told(effects, Fetch) == [(founder, Fetch(founding=1))]
+    assert len(told(effects, Host)) == 5, "each serves one"
+    (peer, welcome), *_ = told(hub.receive("late#1", Hello("late"), 0.3), Welcome)
+    assert RunSettings.from_dict(welcome.settings).shards == 6 and peer == "late#1"
+
+
+@pytest.mark.parametrize("cause", [{"hosts": False}, {"whole": True}])
+def test_a_model_stays_whole_without_hosts_and_where_a_node_needs_it_whole(cause):
+    hub, effects = undecided(**cause)
+    assert hub.settings.shards == 1 and effects[0] == Divide(1)
+    assert told(effects, Fetch) == [("n0#1", Fetch())] and told(effects, Host) == []
+
+
+def test_a_node_that_needs_the_whole_model_and_comes_later_is_told_why_it_cannot_take_part():
+    hub, _ = undecided()
+    hub.receive("late#1", Hello("late", whole=True), 0.3)
+    ((_, refused),) = told(hub.receive("late#1", Fetch(-1, model_to_wire(LARGE)), 0.3), Refused)
+    assert refused.reason == "model" and "--shards 1" in refused.text
 
 
 # ---------------------------------------------------------------------- the first hub
@@ -286,7 +376,7 @@ def test_the_first_takes_over_what_a_node_serves_that_leaves():
     for shard, address in ((1, ONE), (2, TWO)):
         hub.receive(f"m{shard}#1", Hello("m", "broker", shard=shard, address=address), 0.2)
     hub.tick(0.3)
-    assert hub.receive("b#1", Host(2, "this node leaves"), 0.4) == [TakeShard(2)]
+    assert hub.receive("b#1", Host(2, "this node leaves", leaves=True), 0.4) == [TakeShard(2)]
     hub.receive("b#1", Goodbye(), 0.5)
     hub.receive("m2#1", Goodbye(), 0.6)
     hub.receive("hub#1", Hello("m", "broker", shard=2, address="tcp://hub:9999"), 0.7)

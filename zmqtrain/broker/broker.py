@@ -143,7 +143,7 @@ class Broker:
         access: BrokerAccess | None = None,
     ) -> None:
         self.channel, self.options = channel, options or BrokerOptions()
-        if settings.shards == AUTO_SHARDS and self.options.beside is None:
+        if settings.shards == AUTO_SHARDS and (self.options.beside is None or self.options.beginning is not None):
             settings = replace(settings, shards=1)
         self.settings = canonical(settings)
         options, registration, takeover = self.options, self.options.registration, self.options.takeover

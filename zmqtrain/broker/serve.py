@@ -44,6 +44,8 @@ FAREWELL_SECONDS = 0.5
 """Between the message to a revoked peer and the end of its connection, so that it can read the message."""
 REGISTER_SECONDS = 0.5
 """Between two attempts of a shard that is taken over to register with the first broker."""
+AGAIN_SECONDS = 5.0
+"""Between the failure of what is begun for a shard, and its next beginning."""
 START_SECONDS = 60.0
 STOP_SECONDS = 90.0
 
@@ -510,6 +512,8 @@ class _Beside(ShardsBeside):
         try:
             running = BrokerThread(self._bind, None, standby, place=place, checkpoint=folder)
             self._running[shard] = running
+            if self._closing:
+                running.stop()
             running.wait()
             failure = running.failure
         except Exception as error:
@@ -517,7 +521,7 @@ class _Beside(ShardsBeside):
         if failure is not None and not self._closing:
             logger.warning("shard %d: %s", shard, failure)
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._loop.call_later, REGISTER_SECONDS, self._again, shard)
+                self._loop.call_soon_threadsafe(self._loop.call_later, AGAIN_SECONDS, self._again, shard)
 
     def _again(self, shard: int) -> None:
         if self._broker.hub.hosting is not None:

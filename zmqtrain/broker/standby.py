@@ -352,6 +352,7 @@ class Standby(_FirstSession):
         self._aggregator: Aggregator | None = None
         self._log = RateLimitedLogger(logger)
         self._said, self._said_at = "", 0.0
+        self._ordered = False
         self._worker = environment().executor("zmqtrain-replica", MOST_RELEASES, self)
 
     # ------------------------------------------------------------------ living
@@ -396,8 +397,8 @@ class Standby(_FirstSession):
         self.stopped = True
 
     def take_over(self) -> None:
-        """Take over soon, if this standby is in step; call it in its loop."""
-        self._policy.promoted |= self.follower.in_step
+        """Take over as soon as this standby is in step; call it in its loop."""
+        self._ordered = True
 
     def keep(self, folder: Path) -> None:
         """Save what this standby holds, and its part of the model, after `run`. Raises CheckpointError."""
@@ -408,6 +409,7 @@ class Standby(_FirstSession):
         keeper.close(self._hub.state(), self._aggregator)
 
     def _is_due(self, now: float) -> bool:
+        self._policy.promoted |= self._ordered and self.follower.in_step
         due = self._policy.is_due(now)
         lost_at = self.follower.lost_at
         if not due and lost_at is not None and now - lost_at >= self.place.takeover_seconds:

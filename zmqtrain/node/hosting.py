@@ -6,14 +6,13 @@ import contextlib
 import logging
 import subprocess
 import sys
-import tempfile
+import threading
 
 from zmqtrain.transport.address import connectable_host, is_loopback, parse_address
 
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 30.0
-LAST_WORDS = 4096
 
 
 class HostedBroker:
@@ -28,24 +27,31 @@ class HostedBroker:
         host = parse_address(first)[0]
         everywhere = "[::]" if ":" in host else "*"
         bind = f"tcp://{connectable_host(host) if is_loopback(first) else everywhere}:0"
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [
             *(sys.executable, "-m", "zmqtrain.cli.broker", "--shard", f"{shard}/{shards}", "--first", first),
             *("--bind", bind, "--insecure", "--follow-stdin"),
         ]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
+        self._last_words = ""
+        self._listener = threading.Thread(target=self._listen, name="zmqtrain-hosted", daemon=True)
+        self._listener.start()
         logger.info("this PC serves shard %d of %d too, as the first broker has asked", shard, shards)
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as log:
+            for line in log:
+                if text := line.decode(errors="replace").strip():
+                    self._last_words = text
 
     def why_ended(self) -> str | None:
         """Return its last words if it has ended, None while it lives."""
         if self._process.poll() is None:
             return None
-        size = self._errors.seek(0, 2)
-        self._errors.seek(max(0, size - LAST_WORDS))
-        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else f"its broker ended with {self._process.returncode}"
+        self._listener.join(END_SECONDS)
+        return self._last_words or f"its broker ended with {self._process.returncode}"
 
     def wait(self, seconds: float) -> None:
         """Wait until it has ended, at most so long."""
@@ -63,4 +69,4 @@ class HostedBroker:
             logger.warning("the broker of shard %d does not end: it is killed, and its standby serves on", self.shard)
             self._process.kill()
             self._process.wait()
-        self._errors.close()
+        self._listener.join(END_SECONDS)

@@ -191,7 +191,7 @@ class Node(NullListener):
             self._closed = True
             atexit.unregister(self.close)
             if (hosted := self._hosted) is not None and self.link.live and not self.ended_with_run:
-                self.link.call(lambda: self.link.send(Host(hosted.shard, "this node leaves")))
+                self.link.call(lambda: self.link.send(Host(hosted.shard, "this node leaves", leaves=True)))
                 hosted.wait(TAKEN_OVER_SECONDS)
             self.link.close(reason)
             self._executor.close()

@@ -3,7 +3,8 @@
 Rule 1: once the nodes are here with which the run begins, each shard without a broker is asked of a node that serves
 none, in the order in which they came.
 Rule 2: a node that says that it does not, leaves, or has served nothing for `HOST_SECONDS`, is asked no more. A shard
-that no node is left for is served by the hub's machine.
+that no node is left for is served by the hub's machine; so is one that is left in a run that has begun, because no
+other node has its parameters.
 Rule 3: the hub's machine follows each broker of a node, as its standby: what a node leaves behind is served there. A
 node that is about to leave says so first, so that no exchange has to wait.
 Rule 4: in a run that goes on from a checkpoint nobody is asked for `RETURN_SECONDS`: brokers that still serve come back
@@ -45,20 +46,21 @@ class Hosting:
         self._here: set[int] = set()
         self._complete = False  # each shard has been served or followed here
 
-    def look(self, nodes: Sequence[Member], now: float) -> list[HubEffect]:
-        """Return whom to ask and what to begin on this machine. nodes: that are here, in the order of their coming."""
+    def look(self, nodes: Sequence[Member], now: float, begun: bool = False) -> list[HubEffect]:
+        """Return whom to ask and what to begin on this machine. nodes: that are here, in the order of their coming.
+        begun: the run has parameters."""
         addresses = self.registry.addresses
         served = [shard for shard in range(1, len(addresses)) if addresses[shard]]
-        begun: list[HubEffect] = [FollowShard(shard, addresses[shard]) for shard in served if shard not in self._here]
+        effects: list[HubEffect] = [FollowShard(shard, addresses[shard]) for shard in served if shard not in self._here]
         self._here.update(served)
         self._declined.intersection_update([node.peer for node in nodes])  # or it grows with each node that ever came
         self._complete |= len(self._here) == len(addresses) - 1
         if not (self._complete or len(nodes) >= self._start_nodes) or now < self._not_before:
-            return begun
+            return effects
         for shard in range(1, len(addresses)):
-            if shard not in self._here and (effect := self._next(shard, nodes, now)) is not None:
-                begun.append(effect)
-        return begun
+            if shard not in self._here and (effect := self._next(shard, [] if begun else nodes, now)) is not None:
+                effects.append(effect)
+        return effects
 
     def _next(self, shard: int, nodes: Sequence[Member], now: float) -> HubEffect | None:
         here = {node.peer for node in nodes}
@@ -76,12 +78,12 @@ class Hosting:
         self._asked[shard] = (free, now)
         return SendTo(free, Host(shard))
 
-    def declines(self, peer: PeerId, shard: int) -> list[HubEffect]:
-        """A node says that it does not serve this shard, or that it is about to leave. It is believed too where nobody
+    def declines(self, peer: PeerId, host: Host) -> list[HubEffect]:
+        """A node says that it does not serve a shard, or that it is about to leave one. It is believed too where nobody
         was asked for the shard: the broker of the node came back by itself, after a restart."""
         self._declined.add(peer)
-        who, _ = self._asked.get(shard, (peer, 0.0))
-        return [TakeShard(shard)] if who == peer and shard in self._here else []
+        who, _ = self._asked.get(host.shard, (peer, 0.0))
+        return [TakeShard(host.shard)] if host.leaves and who == peer and host.shard in self._here else []
 
     def ended(self, shard: int) -> None:
         """What this machine had begun for a shard has ended; it is begun again if it is still needed."""

@@ -340,9 +340,9 @@ class Hub:
         effects += self.look_over(late, now)
         if self.settings.shards == AUTO_SHARDS:
             effects += self._divide(now)
-        if self.hosting is not None:
+        if self.hosting is not None and not self.exchange:
             nodes = [member for member in self.members.values() if member.is_node]
-            effects += self.hosting.look(sorted(nodes, key=lambda node: node.number), now)
+            effects += self.hosting.look(sorted(nodes, key=lambda node: node.number), now, self.version >= 0)
         effects += self._begun(self.initialization.tick(now, late))
         effects += self.release(now)
         if self.news:
@@ -1203,7 +1203,7 @@ class Hub:
         return [Divide(shards), Broadcast(self.roster(now)), *self._begun(self.initialization.go_on())]
 
     def _on_host(self, member: Member, host: Host, now: float) -> list[HubEffect]:
-        return [] if self.hosting is None else self.hosting.declines(member.peer, host.shard)
+        return [] if self.hosting is None else self.hosting.declines(member.peer, host)
 
     def follow(self, planned: RunSettings) -> list[HubEffect]:
         """Plan as the first broker does, at another of several. planned: what holds there, or will."""

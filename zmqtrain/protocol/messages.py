@@ -322,10 +322,12 @@ class Credit(Message, frozen=True):
 
 
 class Host(Message, frozen=True):
-    """The first of several brokers to a node: serve this shard from your PC. Node to the first: I do not, and why."""
+    """The first of several brokers to a node: serve this shard from your PC. Node to the first: I do not, and why; or,
+    leaves, I have served it, and am about to leave."""
 
     shard: int
     text: str = ""
+    leaves: bool = False
 
 
 class Preempt(Message, frozen=True):
