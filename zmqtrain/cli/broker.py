@@ -479,7 +479,10 @@ def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFo
     what = "type" if config.program else "connect your training loop"
     lines.append(f"{what} {where}{', one of' if len(ways) > 1 else ''}:")
     lines += [f"  {one}" for one in ways]
-    if config.shards > 1:
+    if config.shards > 1 and not config.shard and keys is None:
+        others = "the other shard" if config.shards == 2 else f"the other {config.shards - 1} shards"
+        lines.append(f"their PCs serve {others} of the model, and this one what none of them can")
+    elif config.shards > 1:
         address = node_addresses(config.bind, own)[0]
         trust = "--insecure" if keys is None else "--keys FOLDER"
         others = "1" if config.shards == 2 else f"1 to {config.shards - 1}"
