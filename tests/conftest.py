@@ -13,6 +13,7 @@ take: only --nightly selects it (.ci/nightly). tests/README.md lists the laws an
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -174,7 +175,10 @@ def _order(place: Path) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_as_users_do(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In the files of AS_USERS, XLA compiles as it does for users, and what it has compiled before is not used."""
+    """In the files of AS_USERS, XLA compiles as it does for users, and what it has compiled is used only there.
+
+    Elsewhere a test must have the code of the programs that it starts: with other code they end with other bits.
+    """
     if not any(map(request.path.relative_to(HERE).match, AS_USERS)):
         yield
         return
@@ -195,11 +199,26 @@ def compile_as_users_do(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.clear_caches()
         yield
     jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
 def compile_quickly() -> Iterator[None]:
     """For tests that compile many small functions which run once: XLA optimizes nothing, at night neither."""
+    with optimizing_nothing():
+        yield
+
+
+@pytest.fixture
+def compile_this_quickly() -> Iterator[None]:
+    """For a test in a file of AS_USERS whose bits are of one compiled function, whichever it is."""
+    with optimizing_nothing():
+        yield
+
+
+@contextlib.contextmanager
+def optimizing_nothing() -> Iterator[None]:
+    """What is compiled meanwhile is not optimized by XLA."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
