@@ -23,6 +23,7 @@ __all__ = ["StarWire", "StarRun", "name_of_node"]
 
 PORT = 5555
 CABLE = str(Path(__file__).with_name("cable.py"))
+ONE_THREAD = ("--xla_cpu_multi_thread_eigen=false", "intra_op_parallelism_threads=1")
 
 
 def name_of_node(number: int) -> str:
@@ -175,7 +176,7 @@ class StarRun(Run):
             **os.environ,
             "PYTHONPATH": package,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+            "XLA_FLAGS": " ".join((os.environ.get("XLA_FLAGS", ""), *ONE_THREAD)).strip(),
             "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }

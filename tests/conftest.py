@@ -4,7 +4,8 @@ With several workers (`-n`), the tests of one group run one after another in one
 than they compute, so they begin first and at the same time. Every other file is a group, because its tests share what
 they have compiled; the slowest of these files begin first, so that no worker ends long after the others.
 Tests and the programs that they start keep compiled code of jax in one folder while the tests last, and that of Python
-beside its source: most of a short run is compiling.
+beside its source: most of a short run is compiling. Therefore XLA optimizes nothing for them. It compiles as for users
+in the files of AS_USERS, whose law is that compiled code and numpy give the same bits, and in a run with --nightly.
 
 A test marked `nightly` is a whole bench, a page of the tutorial, or one more case of a grid whose branches other cases
 take: only --nightly selects it (.ci/nightly). tests/README.md lists the laws and fault proofs, which are in every run.
@@ -12,6 +13,7 @@ take: only --nightly selects it (.ci/nightly). tests/README.md lists the laws an
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -56,9 +58,23 @@ SLOW = (
     "train/*",
 )
 """The files that begin first once the groups of WAITING have begun."""
+AS_USERS = (
+    "codecs/*",
+    "averaging/test_coder.py",
+    "averaging/test_vectors.py",
+    "train/test_anchor.py",
+    "train/test_blocks.py",
+    "integration/test_device_codec.py",
+    "*/on_four_devices.py",
+)
+"""The files whose law is that compiled code and numpy, or a PC's devices, give the same bits: XLA optimizes there."""
 HERE = Path(__file__).parent
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
 COMPILED_HERE = pytest.StashKey[str]()
+OPTIMIZE_NOTHING = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+QUICKLY = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+"""With these, and without optimizations, a small model is compiled in a fifth of the processor's time."""
+AS_BY_DEFAULT = {"xla_cpu_use_fusion_emitters": True, "xla_cpu_parallel_codegen_split_count": 32}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,6 +103,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[COMPILED_HERE] = os.environ[COMPILED] = tempfile.mkdtemp(prefix="zmqtrain-compiled-")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        if AT_NIGHT not in os.environ:  # jax and XLA read these when they are first used, here and in programs
+            os.environ[OPTIMIZE_NOTHING] = "1"
+            flags = [f"--{name}={str(value).lower()}" for name, value in QUICKLY.items()]
+            os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *flags])
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # one process may read what another one is writing; it compiles for itself then
@@ -153,9 +173,52 @@ def _order(place: Path) -> int:
     return len(WAITING) + next(slow, len(SLOW))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_as_users_do(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In the files of AS_USERS, XLA compiles as it does for users, and what it has compiled is used only there.
+
+    Elsewhere a test must have the code of the programs that it starts: with other code they end with other bits.
+    """
+    if not any(map(request.path.relative_to(HERE).match, AS_USERS)):
+        yield
+        return
+    import jax
+    from jax._src import compiler
+
+    before, options_of_jax = jax.config.read("jax_disable_most_optimizations"), compiler.get_compile_options
+
+    def options_by_default(*arguments: Any, **more: Any) -> Any:
+        options = options_of_jax(*arguments, **more)
+        options.env_option_overrides = [*AS_BY_DEFAULT.items(), *options.env_option_overrides]
+        return options
+
+    with pytest.MonkeyPatch.context() as patch:
+        if before:
+            patch.setattr(compiler, "get_compile_options", options_by_default)
+        jax.config.update("jax_disable_most_optimizations", False)
+        jax.clear_caches()
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def compile_quickly() -> Iterator[None]:
-    """For tests that compile many small functions which run once: XLA optimizes nothing."""
+    """For tests that compile many small functions which run once: XLA optimizes nothing, at night neither."""
+    with optimizing_nothing():
+        yield
+
+
+@pytest.fixture
+def compile_this_quickly() -> Iterator[None]:
+    """For a test in a file of AS_USERS whose bits are of one compiled function, whichever it is."""
+    with optimizing_nothing():
+        yield
+
+
+@contextlib.contextmanager
+def optimizing_nothing() -> Iterator[None]:
+    """What is compiled meanwhile is not optimized by XLA."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")

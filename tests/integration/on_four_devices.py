@@ -133,7 +133,7 @@ def test_replicated_parameters_are_compressed_on_one_of_their_devices_and_spread
 # ---------------------------------------------------------------------- --devices all
 
 
-def test_a_program_whose_batches_four_devices_share_learns_as_on_one():
+def test_a_program_whose_batches_four_devices_share_learns_as_on_one(compile_this_quickly):
     program = load_program("image", {"width": 8})
     shared = on_all_devices(program)
     assert isinstance(shared, DataParallel) and shared.devices == tuple(jax.devices())
@@ -151,7 +151,7 @@ def test_a_program_whose_batches_four_devices_share_learns_as_on_one():
     assert abs(shared.evaluate(four.params)["loss"] - program.evaluate(alone.params)["loss"]) < 1e-3
 
 
-def test_each_device_computes_its_part_of_a_batch_and_the_step_is_compiled_once(caplog):
+def test_each_device_computes_its_part_of_a_batch_and_the_step_is_compiled_once(compile_this_quickly, caplog):
     program = DataParallel(load_program("image", {"width": 8}))
     batch = next(program.batches(0))
     assert {shard.data.shape[0] for shard in batch["image"].addressable_shards} == {32 // 4}

@@ -21,7 +21,7 @@ from zmqtrain.pipeline.local import LocalPipeline
 from zmqtrain.programs.text import TextProgram
 
 MICRO_BATCHES, STEPS, EVERY = 4, 9, 2
-PROGRAM = TextProgram(width=16, layers=4, heads=2, context=16, batch=8, tied=False, clip=0.0)
+PROGRAM = TextProgram(width=16, layers=2, heads=2, context=16, batch=8, tied=False, clip=0.0)
 SGD = optax.sgd(0.3)
 
 

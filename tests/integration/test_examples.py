@@ -48,6 +48,7 @@ def two_nodes() -> RunSettings:
 @contextmanager
 def started(*arguments: str | Path, flags: str = "") -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, *STRICTLY, *map(str, arguments)]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "XLA_FLAGS": flags}  # where zmqtrain is not installed
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -35,9 +35,8 @@ def free_port() -> int:
 def processes(runs, folder: Path, count: int = 2):
     """Start the processes of one node, which take part in these runs, one after the other."""
     facts = {"coordinator": f"127.0.0.1:{free_port()}", "count": count, "runs": runs, "folder": str(folder)}
-    environment = {
-        **os.environ, "PYTHONPATH": str(PROJECT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"
-    }  # fmt: skip
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "XLA_FLAGS": flags}
     with ExitStack() as stack:
         started = []
         for index in range(count):
@@ -127,7 +126,7 @@ def test_the_example_of_two_hosts_trains_one_model_with_an_ordinary_script() -> 
     strict = {"program": "", "mode": "strict", "release": "all", "every": 4, "delay": 2, "start_nodes": 2}
     coordinator = f"127.0.0.1:{free_port()}"
     hosts = ["--coordinator", coordinator, "--hosts", "2", "--steps", "100", "--name", "cluster"]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "XLA_FLAGS": ""}
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     with ExitStack() as stack:
         run = zt.RunSettings(**strict, initial="founder", lost_seconds=60.0, evaluate_seconds=0.0)
         hub = stack.enter_context(broker(run))

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,15 @@ from zmqtrain.programs.text import TextProgram
 
 STAGES, MICRO_BATCHES, STEPS = 3, 4, 4
 PROGRAM = TextProgram(width=16, layers=3, heads=2, context=16, batch=8, clip=0.0, warmup=1)
+LOWER = replace(PROGRAM, layers=1)
+"""For pipelines of which only what they hold matters."""
 OPTIMIZER = PROGRAM.optimizer()
+
+
+@pytest.fixture
+def few_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each PC measures every segment, and compiles it for that: two a PC can be shared out unevenly."""
+    monkeypatch.setattr(placement, "SEGMENTS_PER_PC", 2)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +109,7 @@ def test_losses_and_parameters_are_those_of_one_process_bit_for_bit(
 
 
 def test_the_slow_pc_computes_least_and_the_bits_are_those_of_one_process(
-    hub: str, params: Any, batches: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hub: str, few_segments: None, params: Any, batches: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pc, measured = threading.local(), placement.measure
 
@@ -132,13 +141,13 @@ def test_the_slow_pc_computes_least_and_the_bits_are_those_of_one_process(
 
 
 def test_the_state_of_the_optimizer_in_a_file_takes_no_memory_and_gives_the_same_steps(
-    hub: str, batches: list[Any], tmp_path: Path
+    hub: str, few_segments: None, batches: list[Any], tmp_path: Path
 ) -> None:
     def train(comm: zt.Communicator) -> Any:
         found = []
         for place in ("device", tmp_path / f"{comm.rank}"):
             with zt.Pipeline.create(
-                comm, PROGRAM.loss, PROGRAM.init, OPTIMIZER, batches[0], micro_batches=MICRO_BATCHES, key=0,
+                comm, LOWER.loss, LOWER.init, OPTIMIZER, batches[0], micro_batches=MICRO_BATCHES, key=0,
                 codec="float32", optimizer_on=place,
             ) as pipeline:  # fmt: skip
                 assert pipeline.placement is not None
@@ -151,10 +160,10 @@ def test_the_state_of_the_optimizer_in_a_file_takes_no_memory_and_gives_the_same
         assert sum(without) == pytest.approx(sum(held) / 2, rel=0.01)  # two moments, beside parameters and gradients
 
 
-def test_a_model_that_these_pcs_cannot_hold_is_refused_on_all(hub: str, batches: list[Any]) -> None:
+def test_a_model_that_these_pcs_cannot_hold_is_refused_on_all(hub: str, few_segments: None, batches: list[Any]) -> None:
     def make(comm: zt.Communicator) -> Any:
         return zt.Pipeline.create(
-            comm, PROGRAM.loss, PROGRAM.init, OPTIMIZER, batches[0], micro_batches=4, key=0, memory_bytes=10_000
+            comm, LOWER.loss, LOWER.init, OPTIMIZER, batches[0], micro_batches=4, key=0, memory_bytes=10_000
         )
 
     for error in on_all(hub, "too small", make):

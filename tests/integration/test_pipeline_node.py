@@ -21,7 +21,7 @@ from zmqtrain.pipeline import pipeline_node
 from zmqtrain.programs.text import TextProgram
 
 MICRO_BATCHES = 4
-PROGRAM = TextProgram(width=16, layers=2, heads=2, context=16, batch=8, tied=True, clip=0.0)
+PROGRAM = TextProgram(width=16, layers=1, heads=2, context=16, batch=8, tied=True, clip=0.0)
 SGD = optax.sgd(0.1)
 EXACT = zt.RunSettings(
     every=1, delay=0, codec="float32", broadcast_codec="float32", release="bounded:staleness=0", initial="founder"

@@ -277,7 +277,7 @@ class Spread(Regression):
         return params | {"b": jax.device_put(params["b"], NamedSharding(GRID, P()))}
 
 
-def test_nodes_whose_parameters_are_spread_train_in_lockstep_to_the_same_bits():
+def test_nodes_whose_parameters_are_spread_train_in_lockstep_to_the_same_bits(compile_this_quickly):
     ends = []
     for spec in (P(), P("data"), P(("data", "model"))):
         program, groups = Spread(NamedSharding(GRID, spec)), group_of(2)
