@@ -457,19 +457,21 @@ def _joining_seconds(job: Job) -> float:
 
 
 def read_chosen(record: Path, settings: RunSettings) -> dict[str, Any]:
-    """Return how nodes exchanged at the end of a run: its settings, what its broker's record says was planned, and in
-    how many fragments the model went."""
+    """Return how nodes exchanged at the end of a run: its settings, what its broker's record says was planned, among
+    how many brokers the model was divided, and in how many fragments it went."""
     chosen: dict[str, Any] = {
         name: getattr(settings, name) for name in ("every", "delay", "codec", "broadcast_codec", "outer", "release")
     }
-    plans, last = 0, 0
+    plans, last, shards = 0, 0, 1
     for one in read_records(record):
-        if one["kind"] == "plan":
+        if one["kind"] == "run":
+            shards = max(1, one["settings"]["shards"])
+        elif one["kind"] == "plan":
             chosen |= {name: value for name, value in one.items() if name in chosen}
             plans += 1
         elif one["kind"] == "release":
             last = max([last, *one["fragments"]])
-    return {**chosen, "fragments": last + 1, "plans": plans}
+    return {**chosen, "fragments": shards * (last + 1), "shards": shards, "plans": plans}
 
 
 def figures_of(nodes: Sequence[SyncStatistics], chosen: Mapping[str, Any]) -> Line:

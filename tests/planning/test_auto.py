@@ -97,8 +97,8 @@ def test_brokers_share_what_the_first_has_measured_of_its_shard_and_the_ports_of
         assert load.pieces == planner.settings.fragments_of(MODEL) <= PIECES
         assert load.node_seconds == pytest.approx(load.pieces * 4 * 0.1)
         assert load.hub_seconds == pytest.approx(load.pieces * 4 * 0.01)
-    many = LoadPlanner(auto(shards=5, initial="founder"), LinkShare(), Meter(0.01, True))
-    assert not load_of(many, members, [0.05] * 4).on_nodes, "a broker more than nodes"
+    many = LoadPlanner(auto(shards=6, initial="founder"), LinkShare(), Meter(0.01, True))
+    assert not load_of(many, members, [0.05] * 4).on_nodes, "two brokers more than nodes"
 
 
 def test_what_another_codec_takes_follows_from_what_the_one_that_holds_was_measured_to_take() -> None:

@@ -172,8 +172,8 @@ def test_shards_on_all_nodes_carry_no_more_than_a_ring_does():
     load = replace(LOAD, shards=4, on_nodes=True)
     ring = 2 * 3 / 4 * load.bytes_up / load.hub_rate
     assert stages(load)["the hub's port, up"] == pytest.approx(ring) == stages(load)["the hub's port, down"]
-    with pytest.raises(ConfigError, match="5 brokers do not find a node each among 4"):
-        replace(load, shards=5)
+    with pytest.raises(ConfigError, match="6 brokers do not find a node each among 4"):
+        replace(load, shards=6)
 
 
 def test_one_node_waits_for_nobody():

@@ -17,15 +17,16 @@ from rich.table import Table
 
 from zmqtrain.cli.display import Terminal, figures_table, format_bytes, format_count, plural, table_of
 from zmqtrain.cli.plan_pipeline import PipelineOptions, PipelineQuestion, run_pipeline_plan
-from zmqtrain.cli.settings import command
+from zmqtrain.cli.settings import Shards, command
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.settings import RunSettings, require
+from zmqtrain.core.settings import AUTO_SHARDS, UNDIVIDED_NODES, RunSettings, require
 from zmqtrain.core.specs import parse_bytes, parse_count, parse_rate
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.planning.costs import MemoryEstimate, Place
 from zmqtrain.planning.plans import RunPlan, Wish, make_plan, variants
 from zmqtrain.planning.schedule import NODE_BATCHES, SPREAD, averaging_gain, model_of
+from zmqtrain.protocol.hosting import division
 
 PROGRAM = "zmqtrain plan"
 DOES_NOT_FIT = 1
@@ -72,10 +73,10 @@ class PlanConfig(PipelineOptions):
     critical: float = NODE_BATCHES
     """The critical batch size of your training, in batches of one node: with so many nodes a sample teaches half of
     what it does with one. `zmqtrain status` measures it in a run ("another PC would add ...")."""
-    shards: int = 1
-    """How many brokers share the work, each on a port of its own."""
+    shards: Shards = AUTO_SHARDS
+    """How many brokers share the work; auto: as many as a broker's auto, on the hub and on nodes."""
     shards_on_nodes: bool = False
-    """The brokers run on the nodes, and share their ports."""
+    """The brokers run on the nodes, and share their ports; else each has a port of its own."""
     step_on: Literal["device", "host"] = "device"
     """Where a step is computed: on a card, or on the processor, whose cores it then shares with the codec."""
     codec_on: Literal["auto", "device", "host"] = "auto"
@@ -157,16 +158,19 @@ def wish_of(config: PlanConfig) -> Wish:
     def given(value: float) -> float | None:
         return None if value == NOT_KNOWN else value
 
-    held_ms = given(config.held_ms)
+    held_ms, parameters, shards = given(config.held_ms), parse_count(config.params, "params"), config.shards
+    if shards == AUTO_SHARDS:
+        shards = division(config.nodes, model_of(parameters)) if config.nodes > UNDIVIDED_NODES else 1
     same = {field.name: getattr(config, field.name) for field in fields(Wish) if hasattr(config, field.name)}
     return Wish(
         **same
         | {
-            "parameters": parse_count(config.params, "params"),
+            "parameters": parameters,
+            "shards": shards,
             "step_seconds": config.step_ms / 1000,
             "node_bits": parse_rate(config.link, "link"),
             "hub_bits": parse_rate(config.hub_link or config.link, "hub_link"),
-            "on_nodes": config.shards_on_nodes,
+            "on_nodes": shards > 1 and (config.shards_on_nodes or config.shards == AUTO_SHARDS),
             "node_batches": config.critical,
             "codec_on": _codec_on(config),
             "node_ns": given(config.node_ns),
@@ -218,7 +222,9 @@ def memory_of(config: PlanConfig, plan: RunPlan) -> MemoryEstimate:
 def settings_line(plan: RunPlan) -> str:
     """Return what to type where the (first) broker is started, besides its program and who may reach it."""
     cut = "" if plan.load.pieces else f" --fragments {plan.fragments}"
-    shard = f" --shard 0/{plan.load.shards}" if plan.load.shards > 1 else ""
+    shards, nodes = plan.load.shards, plan.load.nodes
+    hosted = f" --start-nodes {nodes}" if plan.load.on_nodes and shards == nodes + 1 else f" --shard 0/{shards}"
+    shard = hosted if shards > 1 else ""
     return (
         f"zmqtrain-broker --every {plan.schedule.every} --delay {plan.schedule.delay} --codec {quote(plan.codec)} "
         f"--broadcast-codec {quote(plan.broadcast_codec)} --outer {quote(plan.outer)}{cut}{shard}"

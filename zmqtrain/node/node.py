@@ -50,7 +50,7 @@ from zmqtrain.core.types import (
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint, SavedNode
 from zmqtrain.node.codec import CodecOn, Inbox, NodeCodec, codec_failure
-from zmqtrain.node.hosting import HostedBroker
+from zmqtrain.node.hosting import END_SECONDS, HostedBroker
 from zmqtrain.node.offers import Offers, Restarts
 from zmqtrain.node.progress import Progress, paces
 from zmqtrain.node.units import Batch, Source, UnitQueue
@@ -196,6 +196,8 @@ class Node(NullListener):
             self.link.close(reason)
             self._executor.close()
             if hosted is not None:
+                if self.ended_with_run:  # others may be at it still; it ends once all have left
+                    hosted.wait(END_SECONDS)
                 hosted.close()
             if self.checkpoint is not None:
                 self.checkpoint.close()

@@ -379,7 +379,7 @@ class LoadPlanner:
             hub_rate=self.share.usable(max(typical_rate(members), port) or payload_rate(ASSUMED_BITS)),
             fragments=1 if settings.carries_all else fragments,
             shards=shards,
-            on_nodes=meter is not None and meter.shards_on_nodes and 1 < shards <= nodes,
+            on_nodes=meter is not None and meter.shards_on_nodes and 1 < shards <= nodes + 1,
             pieces=fragments if settings.carries_all else 0,
             node_seconds=at_once * node_seconds,
             hub_seconds=at_once * hub_seconds,

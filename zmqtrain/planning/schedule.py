@@ -171,7 +171,8 @@ class Load:
     node_seconds: that a node's codec takes for one exchange, encode and decode, beside the training.
     hub_seconds: CPU of a broker for one exchange, all contributions of it.
     held_seconds: that training loses to one exchange: see `held_seconds`.
-    on_nodes: the brokers run on nodes, and share their ports; else each has a port of its own.
+    on_nodes: the brokers run on nodes, and share their ports, but for the first of one more than there are nodes; else
+    each has a port of its own.
     pieces: an exchange carries the whole model in so many fragments, one after the other (`fragments` is 1 then); 0: it
     carries one fragment.
     """
@@ -199,8 +200,8 @@ class Load:
         for name in ("bytes_up", "bytes_down", "node_seconds", "hub_seconds", "held_seconds"):
             if not (getattr(self, name) >= 0 and isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.on_nodes and self.shards > self.nodes:
-            raise ConfigError(f"{self.shards} brokers do not find a node each among {self.nodes}")
+        if self.on_nodes and self.shards > self.nodes + 1:
+            raise ConfigError(f"{self.shards} brokers do not find a node each among {self.nodes}, beside the hub")
 
 
 @dataclass(frozen=True)
