@@ -192,6 +192,7 @@ def run_case(case: Case, seed: int, data: Mapping[str, str]) -> Line:
             "evaluate_seconds": 0.0,
             "local_updates": "fixed",
             "initial": "founder",
+            "shards": 1,
             **case.settings,
         }
     )

@@ -81,7 +81,7 @@ class Case:
         """Return what the broker's command line says. units: 0 for a run that ends when it is ended."""
         run = ["--program", "text", "--program-arguments", self.program_arguments, "--units", str(units)]
         run += ["--every", str(self.every), "--delay", str(self.delay), "--release", self.release]
-        run += ["--initial", "founder", "--pipeline", str(self.pipeline)]
+        run += ["--initial", "founder", "--pipeline", str(self.pipeline), "--shards", "1"]
         nodes = self.nodes // (self.pipeline or 1)
         return [*run, "--start-nodes", str(nodes), "--checkpoint-every", self.checkpoint_every, *KEEP_ALL]
 

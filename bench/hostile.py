@@ -102,7 +102,7 @@ class Case:
         """The settings of the run, as `RunSettings.from_dict` reads them."""
         facts: dict[str, Any] = {"every": self.every, "delay": self.every, "codec": "int8", "broadcast_codec": "int8"}
         facts |= {"evaluate_seconds": 0.0, "lost_seconds": self.lost_seconds}
-        return facts | {"start_nodes": self.nodes, "initial": "founder"}
+        return facts | {"start_nodes": self.nodes, "initial": "founder", "shards": 1}
 
 
 def measure(case: Case) -> dict[str, Any]:

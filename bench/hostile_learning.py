@@ -193,7 +193,7 @@ def run_of(case: Case, healthy_only: bool = False, **settings: Any) -> SimResult
         ]
     start = healthy if healthy_only or late else case.nodes
     plain = {"every": 8, "delay": 4, "codec": "ternary", "broadcast_codec": "ternary", "outer": OUTER, "fragments": 1}
-    run = RunSettings(start_nodes=start, initial="founder", local_updates="fixed", **(plain | settings))
+    run = RunSettings(start_nodes=start, initial="founder", shards=1, local_updates="fixed", **(plain | settings))
     return simulate(Scenario(settings=run, nodes=tuple(nodes)), _program(case.seed), make_sync=_sync_of(case))
 
 

@@ -49,6 +49,7 @@ class Task:
             evaluate_seconds=0.0,
             lost_seconds=60.0,  # who is lost for a moment would train on other data
             initial="founder",
+            shards=1,
             local_updates="fixed",
         )
 

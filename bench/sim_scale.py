@@ -183,6 +183,7 @@ def simulate_plan(plan: RunPlan, seed: int = 0) -> Simulated:
         outer=plan.outer,
         start_nodes=wish.nodes,
         initial="founder",
+        shards=1,
         evaluate_seconds=0.0,
         heartbeat_seconds=5.0,
         lost_seconds=3600.0,

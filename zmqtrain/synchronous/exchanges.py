@@ -308,9 +308,10 @@ def read_exchange(text: str) -> Synchronous | None:
 
 def check_shards(choice: Synchronous | None, settings: RunSettings) -> None:
     """Raise ConfigError if the run does not have the brokers that were asked for."""
-    if isinstance(choice, Server) and choice.shards not in (0, settings.shards):
+    shards = max(1, settings.shards)  # 0: not decided, and one then
+    if isinstance(choice, Server) and choice.shards not in (0, shards):
         raise ConfigError(
-            f"--shards {choice.shards} was asked for, and this run has {settings.shards}: start its brokers with "
+            f"--shards {choice.shards} was asked for, and this run has {shards}: start its brokers with "
             f"--shard 0/{choice.shards} to {choice.shards - 1}/{choice.shards}, or leave --shards out"
         )
 
