@@ -442,7 +442,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "A standby with keys of its own",
-            ("A standby has a copy of the first broker's folder of keys (--keys)",),
+            ("A standby has a copy of its broker's folder of keys (--keys)",),
             "Copy the first broker's folder of keys to the standby",
             lambda place: [
                 "broker",

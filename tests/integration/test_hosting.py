@@ -101,7 +101,7 @@ def test_what_a_killed_broker_of_a_node_had_is_served_on_at_the_hub_and_nothing_
 def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by_itself(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.chdir(tmp_path)
-    run = RunSettings(start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder")
+    run = RunSettings(shards="auto", start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder")
     large = parameters() | {"wide": jnp.zeros((24, 4096))}
     with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
         trainers = [Trainer(first.address, f"pc-{number}", params=large, endless=True) for number in range(5)]
@@ -117,7 +117,9 @@ def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by
 
 
 def test_where_one_of_many_nodes_needs_the_whole_model_at_one_broker_it_stays_whole(tmp_path):
-    run = RunSettings(start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder", units=5)
+    run = RunSettings(
+        shards="auto", start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder", units=5
+    )
     with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
         kept = connect(first.address, "pc-0", checkpoint=tmp_path / "kept")
         trainers = [Trainer(first.address, f"pc-{number}", params=wide()) for number in range(1, 5)]

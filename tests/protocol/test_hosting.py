@@ -145,6 +145,24 @@ def test_a_shard_that_is_served_is_followed_once():
     assert hosting.look((), 1.0) == [] and hosting.look(nodes_of("a", "b"), 2.0) == []
 
 
+def test_a_broker_that_is_lost_before_the_run_begins_has_left_nothing_and_another_node_is_asked():
+    registry, hosting = hosting_of(shards=2)
+    hosting.look(nodes_of("a", "b"), 0.0)
+    register(registry)
+    assert hosting.look(nodes_of("a", "b"), 1.0) == [FollowShard(1, ONE)]
+    registry.forget("broker#1")
+    assert hosting.declines("a", Host(1, "it was killed")) == []
+    assert hosting.look(nodes_of("a", "b"), 2.0) == asks(("b", 1))
+    register(registry, 1, TWO, "broker#2")
+    assert hosting.look(nodes_of("a", "b"), 3.0) == [FollowShard(1, TWO)]
+
+
+def test_a_broker_that_is_lost_once_the_run_has_begun_is_left_to_its_standby():
+    registry, hosting = served()
+    registry.forget("broker#1")
+    assert hosting.look(nodes_of("a", "b"), 2.0, begun=True) == []
+
+
 def test_a_shard_that_is_served_is_followed_again_after_what_followed_it_has_ended():
     _, hosting = served()
     hosting.ended(1)
@@ -155,9 +173,9 @@ def test_a_shard_that_is_served_is_followed_again_after_what_followed_it_has_end
 def test_what_this_machine_has_taken_over_is_not_followed():
     registry, hosting = served()
     registry.forget("broker#1")
-    assert hosting.look(nodes_of("b"), 2.0) == [], "it takes a while until that has registered"
+    assert hosting.look(nodes_of("b"), 2.0, True) == [], "it takes a while until that has registered"
     register(registry, 1, "tcp://hub:9999", "broker#3")
-    assert hosting.look(nodes_of("b"), 3.0) == []
+    assert hosting.look(nodes_of("b"), 3.0, True) == []
 
 
 def test_what_this_machine_serves_is_served_again_after_it_has_ended_even_if_fewer_nodes_are_here():
@@ -246,7 +264,9 @@ def test_in_a_run_that_has_begun_no_node_is_asked_as_none_has_the_shards_paramet
     [(8, 9 * LEAST_VALUES, 9), (8, 9 * LEAST_VALUES - 1, 5), (8, 5 * LEAST_VALUES - 1, 1), (5, 1, 1), (20, 10**8, 21)],
 )
 def test_a_model_is_divided_among_the_hub_and_its_nodes_unless_shards_would_be_small(nodes, values, shards):
-    assert division(nodes, (LeafSpec("w", (values,), "float32"),)) == shards
+    model = (LeafSpec("w", (values,), "float32"),)
+    assert division(nodes, model) == shards
+    assert division(nodes, model, fragments=10**6) == 1 and division(10**6, model) == 1
 
 
 @pytest.mark.parametrize(
@@ -255,7 +275,6 @@ def test_a_model_is_divided_among_the_hub_and_its_nodes_unless_shards_would_be_s
         ({}, AUTO_SHARDS),
         ({"initial": "founder"}, AUTO_SHARDS),
         ({"shards": 3}, 3),
-        ({"shards": "auto"}, AUTO_SHARDS),
         ({"start_nodes": 4}, 1),
         ({"initial": "mean"}, 1),
         ({"fresh_moments": False}, 1),
@@ -265,7 +284,7 @@ def test_a_model_is_divided_among_the_hub_and_its_nodes_unless_shards_would_be_s
     ],
 )
 def test_auto_is_one_broker_at_once_where_a_run_cannot_be_divided(settings, shards):
-    assert RunSettings(**{"start_nodes": 5} | settings).shards == shards
+    assert RunSettings(**{"start_nodes": 5, "shards": "auto"} | settings).shards == shards
 
 
 LARGE = (LeafSpec("w", (6, LEAST_VALUES), "float32"),)

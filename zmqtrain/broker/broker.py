@@ -160,6 +160,7 @@ class Broker:
         moments = self._resume()
         self.settings = self._planner.settings = self.hub.settings
         if registration is not None and registration.peer.founded and self.hub.version < 0:
+            self.keeper.release_folder()
             raise ConfigError(
                 f"{self.hub.run} has begun, and shard {shard} of its parameters is not here: start it with its "
                 "checkpoint, or all brokers without"

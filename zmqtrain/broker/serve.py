@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics, ShardsBeside
-from zmqtrain.broker.checkpoint import MODEL_FILE, RunFolders, merge_parts, new_run, part_file
+from zmqtrain.broker.checkpoint import MODEL_FILE, Keeper, RunFolders, merge_parts, new_run, part_file
 from zmqtrain.broker.core import BrokerAccess
 from zmqtrain.broker.standby import Registration, ShardPlace, Standby, StandbyPlace, TakeoverState
+from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.checkpoint.model_files import Beginning
 from zmqtrain.core.errors import CheckpointError, ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.core.interfaces import Channel
@@ -267,14 +268,17 @@ class _Host:
 
     async def _end_as_standby(self, channel: RouterChannel) -> BrokerStatistics:
         assert self.standby is not None and self.follower is not None
-        if self.standby.keeps and isinstance(folder := self.options.get("checkpoint"), Path):
-            await asyncio.to_thread(self.follower.keep, folder)
+        await asyncio.to_thread(self.follower.keep)
         await channel.close()
         return BrokerStatistics(-1, 0, 0, 0, 0, 0, 0.0, 0, 0)
 
     async def _follow(self, channel: RouterChannel, access: RouterAccess, place: StandbyPlace) -> TakeoverState | None:
         public = place.address or public_address(self.address, channel.address, place.first)
-        self.follower = follower = Standby(channel, place, public, access)
+        folder, keeper = self.options.get("checkpoint"), None
+        if place.keeps and isinstance(folder, Path):
+            every = every_from_text(self.options.get("checkpoint_every", ""))
+            keeper = Keeper(folder, every, self.options.get("checkpoint_keep", 3))
+        self.follower = follower = Standby(channel, place, public, access, keeper)
         channel.remember(follower.owner_of)
         self._stop_at_signals(follower)
 
@@ -427,6 +431,12 @@ class BrokerThread:
         """False once the run is over, or the broker has failed."""
         return self._thread.is_alive()
 
+    def stop_soon(self) -> None:
+        """Have the broker stop; do not wait for it."""
+        if self._loop is not None and not self._loop.is_closed() and self._thread.is_alive():
+            assert self._running is not None
+            self._loop.call_soon_threadsafe(self._running.stop)
+
     def wait(self) -> None:
         """Wait until the broker has ended."""
         self._thread.join()
@@ -438,9 +448,7 @@ class BrokerThread:
 
     def stop(self) -> None:
         """Stop the broker: it says goodbye and saves; raise what ended it if it failed. Safe to call twice."""
-        if self._loop is not None and not self._loop.is_closed() and self._thread.is_alive():
-            assert self._running is not None
-            self._loop.call_soon_threadsafe(self._running.stop)
+        self.stop_soon()
         self._thread.join(STOP_SECONDS)
         if self.failure is not None:
             raise self.failure
@@ -503,6 +511,8 @@ class _Beside(ShardsBeside):
             logger.warning("the model is not whole here: %s", error)
 
     def _begin(self, shard: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
+        if (before := self._running.pop(shard, None)) is not None:  # of a broker that was lost before the run began
+            before.stop_soon()
         name = f"zmqtrain-shard-{shard}"
         self._threads[shard] = threading.Thread(target=self._live, args=(shard, place, standby), name=name, daemon=True)
         self._threads[shard].start()
@@ -518,8 +528,10 @@ class _Beside(ShardsBeside):
             failure = running.failure
         except Exception as error:
             failure = error
-        if failure is not None and not self._closing:
-            logger.warning("shard %d: %s", shard, failure)
+        if failure is None:
+            return
+        logger.warning("shard %d: %s", shard, failure)
+        if not self._closing:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._loop.call_later, AGAIN_SECONDS, self._again, shard)
 

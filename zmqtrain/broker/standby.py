@@ -10,9 +10,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.numpy import load, save
@@ -30,7 +29,7 @@ from zmqtrain.core.errors import (
     ZmqTrainError,
 )
 from zmqtrain.core.interfaces import HubChannel
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId, Version
 from zmqtrain.protocol.effects import Deliver, Hear, Replicate
 from zmqtrain.protocol.fencing import Stamp, begin_incarnation
@@ -277,7 +276,7 @@ class Place:
 @dataclass(frozen=True, kw_only=True)
 class StandbyPlace(Place):
     """The place of a standby, which follows the broker at `first`. takeover_seconds: how long that must be gone.
-    keeps: what it holds when the run is over, or it is stopped, is saved, as if it had served."""
+    keeps: it saves what it follows in its checkpoint folder, as if it served."""
 
     takeover_seconds: float = 3.0
     keeps: bool = False
@@ -339,10 +338,19 @@ class Standby(_FirstSession):
     Rule 1: it has a line to that broker and the port at which nodes will look for it, both from the start.
     Rule 2: it applies what it receives at once, so that a takeover takes no longer than the decision.  Rule 3: until
     then it answers each peer at its port that it is a standby, and counts that peer as one that misses its broker.
+    keeper: saves what is followed, as a broker would; None: nothing is saved before a takeover.
     """
 
-    def __init__(self, channel: HubChannel, place: StandbyPlace, address: str, access: BrokerAccess) -> None:
-        self.place, self.address = place, address
+    def __init__(
+        self,
+        channel: HubChannel,
+        place: StandbyPlace,
+        address: str,
+        access: BrokerAccess,
+        keeper: Keeper | None = None,
+    ) -> None:
+        self.place, self.address, self._keeper = place, address, keeper
+        self._keeps = False  # whether it has begun to
         peer = PeerId(f"standby#{secrets.token_hex(4)}")
         self.follower = Follower(peer, "the standby", address, begin_incarnation(0, time.time_ns()))
         super().__init__(self.follower, place, access, "It may be taken over from")
@@ -400,13 +408,10 @@ class Standby(_FirstSession):
         """Take over as soon as this standby is in step; call it in its loop."""
         self._ordered = True
 
-    def keep(self, folder: Path) -> None:
+    def keep(self) -> None:
         """Save what this standby holds, and its part of the model, after `run`. Raises CheckpointError."""
-        if self._hub is None or self._aggregator is None or self._hub.version < 0:
-            return
-        keeper = Keeper(folder)
-        keeper.inherit(self._hub, self._aggregator)
-        keeper.close(self._hub.state(), self._aggregator)
+        if self._keeper is not None and self._hub is not None and self._keeps:
+            self._keeper.close(self._hub.state(), self._aggregator)
 
     def _is_due(self, now: float) -> bool:
         self._policy.promoted |= self._ordered and self.follower.in_step
@@ -450,9 +455,10 @@ class Standby(_FirstSession):
             follower.term + 1,
             "it was told to" if self._policy.promoted else f"the broker at {self.place.first} is gone, say its nodes",
         )
-        assert follower.settings is not None
         first = follower.shards[0] if follower.shard else ""
-        return TakeoverState(state, follower.settings, self._aggregator, first)
+        if self._keeper is not None:
+            self._keeper.release_folder()  # the broker takes it
+        return TakeoverState(state, self._hub.settings, self._aggregator, first)
 
     def _close(self, reason: str = "") -> bool:
         self._link.close(reason)
@@ -508,14 +514,22 @@ class Standby(_FirstSession):
         settings = self.follower.settings
         assert settings is not None, "a copy comes after Welcome"
         shard, first = self.follower.shard, next(iter(self.follower.shards), "")
+        state, arrays = unpack_replica(frames, replica.state)
+        if settings.shards == AUTO_SHARDS:  # the copy says what is decided by now
+            settings = replace(settings, shards=int(state["settings"]["shards"]))
         aggregator = Aggregator(settings, shard)
         hub = Hub(settings, release_rule_from_spec(settings.release), self.follower.run, shard=shard, first=first)
-        state, arrays = unpack_replica(frames, replica.state)
         hub.restore(state)
         if hub.version >= 0:
             aggregator.plan(hub.model)
             aggregator.restore(hub.version, arrays)
         self._hub, self._aggregator = hub, aggregator
+        if self._keeper is not None and hub.version >= 0:
+            if self._keeps:
+                self._keeper.save(hub.state(), aggregator)
+            else:
+                self._keeper.inherit(hub, aggregator)
+            self._keeps = True
         logger.info("holding %s at version %d, copied from %s", hub.run, hub.version, self.place.first)
 
     def _release(self, aggregate: Aggregate, frames: list[Buffer]) -> None:
@@ -526,6 +540,8 @@ class Standby(_FirstSession):
             first += count
         self._aggregator.replay(Released(aggregate.version, aggregate.codec, aggregate.fragments, tuple(parts)))
         self._hub.replay(aggregate.version, aggregate.landed, aggregate.samples)
+        if self._keeper is not None and self._keeps and self._keeper.is_due(self._hub.version):
+            self._keeper.save(self._hub.state(), self._aggregator)
 
 
 class Registration(_FirstSession):

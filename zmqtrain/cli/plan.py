@@ -73,7 +73,7 @@ class PlanConfig(PipelineOptions):
     critical: float = NODE_BATCHES
     """The critical batch size of your training, in batches of one node: with so many nodes a sample teaches half of
     what it does with one. `zmqtrain status` measures it in a run ("another PC would add ...")."""
-    shards: Shards = AUTO_SHARDS
+    shards: Shards = 1
     """How many brokers share the work; auto: as many as a broker's auto, on the hub and on nodes."""
     shards_on_nodes: bool = False
     """The brokers run on the nodes, and share their ports; else each has a port of its own."""
@@ -160,7 +160,7 @@ def wish_of(config: PlanConfig) -> Wish:
 
     held_ms, parameters, shards = given(config.held_ms), parse_count(config.params, "params"), config.shards
     if shards == AUTO_SHARDS:
-        shards = division(config.nodes, model_of(parameters)) if config.nodes > UNDIVIDED_NODES else 1
+        shards = division(config.nodes, model_of(parameters), config.fragments) if config.nodes > UNDIVIDED_NODES else 1
     same = {field.name: getattr(config, field.name) for field in fields(Wish) if hasattr(config, field.name)}
     return Wish(
         **same
@@ -223,8 +223,9 @@ def settings_line(plan: RunPlan) -> str:
     """Return what to type where the (first) broker is started, besides its program and who may reach it."""
     cut = "" if plan.load.pieces else f" --fragments {plan.fragments}"
     shards, nodes = plan.load.shards, plan.load.nodes
-    hosted = f" --start-nodes {nodes}" if plan.load.on_nodes and shards == nodes + 1 else f" --shard 0/{shards}"
-    shard = hosted if shards > 1 else ""
+    shard = "" if shards == 1 else f" --shard 0/{shards}"
+    if plan.load.on_nodes and shards == nodes + 1:
+        shard = f" --shards {shards} --start-nodes {nodes}"
     return (
         f"zmqtrain-broker --every {plan.schedule.every} --delay {plan.schedule.delay} --codec {quote(plan.codec)} "
         f"--broadcast-codec {quote(plan.broadcast_codec)} --outer {quote(plan.outer)}{cut}{shard}"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 
-from zmqtrain.transport.address import connectable_host, is_loopback, parse_address
+from zmqtrain.transport.address import parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -16,20 +16,18 @@ END_SECONDS = 30.0
 
 
 class HostedBroker:
-    """A broker of shard `shard` of `shards`, of the run whose first broker is at `first`. It lives as long as this
-    process does, and listens at a free port of every interface by which others reach this PC.
+    """A broker of shard `shard` of `shards`, of the run whose first broker is at `first`. It saves nothing, for
+    the first's machine follows it, ends with this process, and listens at a free port of every interface of this PC.
 
     Raises OSError where no process can be started.
     """
 
     def __init__(self, shard: int, shards: int, first: str) -> None:
         self.shard = shard
-        host = parse_address(first)[0]
-        everywhere = "[::]" if ":" in host else "*"
-        bind = f"tcp://{connectable_host(host) if is_loopback(first) else everywhere}:0"
+        bind = f"tcp://{'[::]' if ':' in parse_address(first)[0] else '*'}:0"
         command = [
             *(sys.executable, "-m", "zmqtrain.cli.broker", "--shard", f"{shard}/{shards}", "--first", first),
-            *("--bind", bind, "--insecure", "--follow-stdin"),
+            *("--bind", bind, "--insecure", "--no-checkpoint", "--follow-stdin"),
         ]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True

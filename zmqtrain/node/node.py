@@ -461,11 +461,12 @@ class Node(NullListener):
                 'both models to one, as DelayedSync(node, {"generator": g, "discriminator": d}), and to its `step` '
                 "too; or connect another node, to a broker of its own, for the second model"
             )
-        self._model, self._initial = model, (leaves, optimizer_state)
-        if self.settings.shards != AUTO_SHARDS or self.options.whole:
-            self.get_ready()
+        self._initial = leaves, optimizer_state
+        if self.settings.shards != AUTO_SHARDS:
+            self._make_coder(model)
         elif not self._virtual:
             _compile_for(model)
+        self._model = model
         resuming = None
         if self.checkpoint is not None:
             self.checkpoint.begin(model)
@@ -479,13 +480,15 @@ class Node(NullListener):
         """Make the coder, once the hub has decided among how many brokers the model is divided: what it sends then
         shows that it has. From any thread."""
         with self._making:
-            if self.codec.coder is not None or not self._model:
-                return
-            if self.settings.shards == AUTO_SHARDS:
-                self.peer.divided(1)
-            coder = self.make_coder(self._model)
-            self._values = [sum(coder.layout.counts(fragment)) for fragment in range(coder.layout.fragments)]
-            self.codec.coder = coder
+            if self.codec.coder is None and self._model:
+                if self.settings.shards == AUTO_SHARDS:
+                    self.peer.divided(1)
+                self._make_coder(self._model)
+
+    def _make_coder(self, model: ModelSpec) -> None:
+        coder = self.make_coder(model)
+        self._values = [sum(coder.layout.counts(fragment)) for fragment in range(coder.layout.fragments)]
+        self.codec.coder = coder
 
     def make_coder(self, model: ModelSpec) -> DeltaCoder:
         """Return the coder of the deltas of this model."""

@@ -46,8 +46,6 @@ from zmqtrain.protocol.schedules import Plan
 from zmqtrain.train.minibatch import REFERENCE_PERCENTILE
 from zmqtrain.transport.pacing import LinkShare
 
-"""With several brokers, where an exchange carries one fragment of each."""
-
 SCHEDULES_TRIED = 4
 """Until what is in flight and the schedule agree."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zmqtrain.core.settings import AUTO_FRAGMENTS
 from zmqtrain.core.types import ModelSpec, PeerId, count_values
 from zmqtrain.protocol.effects import FollowShard, HubEffect, SendTo, ServeShard, TakeShard
 from zmqtrain.protocol.members import Member, ShardRegistry
@@ -25,13 +26,14 @@ RETURN_SECONDS = 30.0
 
 
 LEAST_VALUES = 1 << 14
-"""A shard has at least so many values: of fewer the heads would be a large part."""
+"""A fragment of a shard has at least so many values: of fewer the heads would be a large part."""
+MOST_SHARDS = 256
 
 
-def division(nodes: int, model: ModelSpec) -> int:
+def division(nodes: int, model: ModelSpec, fragments: int = AUTO_FRAGMENTS) -> int:
     """Return among how many brokers auto divides a model: one on each of these nodes beside the first, or on half of
-    them, or one alone, so that no shard is too small."""
-    most = count_values(model) // LEAST_VALUES
+    them, or one alone, so that no shard is too small. fragments: of the settings."""
+    most = min(MOST_SHARDS, count_values(model) // (LEAST_VALUES * max(1, fragments)))
     return next((shards for shards in (nodes + 1, nodes // 2 + 1) if shards <= most), 1)
 
 
@@ -43,7 +45,8 @@ class Hosting:
         self.registry, self._start_nodes, self._not_before = registry, start_nodes, not_before
         self._asked: dict[int, tuple[PeerId, float]] = {}
         self._declined: set[PeerId] = set()
-        self._here: set[int] = set()
+        self._here: set[int] = set()  # begun on this machine
+        self._followed: set[int] = set()  # of these, as a standby
         self._complete = False  # each shard has been served or followed here
 
     def look(self, nodes: Sequence[Member], now: float, begun: bool = False) -> list[HubEffect]:
@@ -51,6 +54,9 @@ class Hosting:
         begun: the run has parameters."""
         addresses = self.registry.addresses
         served = [shard for shard in range(1, len(addresses)) if addresses[shard]]
+        if not begun:  # a broker that was lost has left nothing: its shard is asked of another node
+            self._here -= {shard for shard in self._followed if not addresses[shard]}
+        self._followed.update(shard for shard in served if shard not in self._here)
         effects: list[HubEffect] = [FollowShard(shard, addresses[shard]) for shard in served if shard not in self._here]
         self._here.update(served)
         self._declined.intersection_update([node.peer for node in nodes])  # or it grows with each node that ever came

@@ -1198,7 +1198,7 @@ class Hub:
         if len(waiting) < self.settings.start_nodes:
             return []
         whole = self.hosting is None or self.exchange or any(one.whole for one in waiting)
-        shards = 1 if whole else division(len(waiting), waiting[0].model)
+        shards = 1 if whole else division(len(waiting), waiting[0].model, self.settings.fragments)
         self.divided(shards)
         return [Divide(shards), Broadcast(self.roster(now)), *self._begun(self.initialization.go_on())]
 

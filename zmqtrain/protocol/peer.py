@@ -406,7 +406,6 @@ class Peer:
         """The hub has decided among how many brokers the model is divided."""
         assert self.settings is not None
         self.settings = replace(self.settings, shards=shards)
-        self.timetable = Timetable(self.settings)
 
     def start(self, now: float) -> list[PeerEffect]:
         """Say Hello, for the first time or again."""
@@ -626,7 +625,10 @@ class Peer:
         """Whether this node has nothing of its run, and is offered the same settings again: its broker was lost during
         the initialization."""
         nothing, settings = self.version < 0 and self.claim is None, self.settings
-        return nothing and settings is not None and settings.shards == 1 and welcome.settings == settings.to_dict()
+        if not nothing or settings is None or settings.shards > 1:
+            return False
+        own = settings.to_dict()
+        return all(welcome.settings.get(name) == own[name] for name in own if name != "shards")
 
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
         mismatch = hub_mismatch(welcome, self.run, self.term, self.version, self._may_start_over(welcome))
@@ -635,6 +637,8 @@ class Peer:
         self.term, self.called = welcome.term, welcome.called
         self.search.know(welcome.standby)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
+        if self.whole and self.settings.shards == AUTO_SHARDS:
+            self.divided(1)
         if self.timetable is None:
             self.timetable = Timetable(self.settings)
         for schedule in welcome.schedules:

@@ -136,7 +136,8 @@ def _address(shard: int) -> str:
 def _division(scenario: Scenario, program: Program) -> int:
     """Return among how many brokers the model is divided where that is auto: one, where losses are simulated."""
     model = describe_model(program.init(scenario.settings.seed))
-    return division(scenario.settings.start_nodes, model) if scenario.may_be_divided else 1
+    settings = scenario.settings
+    return division(settings.start_nodes, model, settings.fragments) if scenario.may_be_divided else 1
 
 
 def _port_rate(link: LinkModel) -> float:
