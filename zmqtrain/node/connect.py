@@ -76,7 +76,7 @@ def connect(
     new_run: if the hub's run is another than the checkpoint's, set that aside and join; else that is a JoinRefused.
     holds: what this PC has of the model, as one of a pipeline: `PipelineNode` says it.
     whole: this node takes part only where one broker has all of the model; so does one with events, link, share,
-    exchange, checkpoint or holds.
+    checkpoint or holds.
     A script that ends without closing its node says goodbye all the same.
     Raises ConfigError for what cannot be, HubUnreachable when no broker answers, JoinRefused, CheckpointError.
     """
@@ -96,7 +96,7 @@ def connect(
         raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else NO_CHECKPOINT_OF_OBSERVERS)
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
     limited = bool(link) or share < 1
-    whole |= limited or bool(exchange) or not (folder is None and events is None and holds is None)
+    whole |= limited or not (folder is None and events is None and holds is None)
     options = NodeOptions(
         name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events, share=given,
         hosts=not observer, exchange=exchange, holds=holds, whole=whole,

@@ -157,8 +157,7 @@ CLOCK = (
 )
 DIVIDED = (
     "the model of this run is divided among several brokers, with which a node has neither a --checkpoint nor a record "
-    "of its own, nor a --link or --share, and trains neither in lockstep nor as one of several processes: leave these "
-    "out, or start the broker with --shards 1"
+    "of its own, nor a --link or --share, and is one process: leave these out, or start the broker with --shards 1"
 )
 BROKEN_PIPELINE = ("turn", "a PC of this pipeline is not here: what it offers cannot count without the others' parts")
 RESTART = ("restart", "this node is to begin again from the shared parameters: what it had pending is dropped")
