@@ -76,8 +76,7 @@ def connect(
     new_run: if the hub's run is another than the checkpoint's, set that aside and join; else that is a JoinRefused.
     holds: what this PC has of the model, as one of a pipeline: `PipelineNode` says it.
     whole: this node takes part only where one broker has all of the model; so does one with events, link, share,
-    checkpoint or holds.
-    A script that ends without closing its node says goodbye all the same.
+    checkpoint or holds.  A script that ends without closing its node says goodbye all the same.
     Raises ConfigError for what cannot be, HubUnreachable when no broker answers, JoinRefused, CheckpointError.
     """
     if not isinstance(address, str) or not address:
@@ -89,7 +88,6 @@ def connect(
     addresses = parse_addresses(address)
     given = link_share(link, share)
     access = find_access(addresses[0], server_key, keys)
-    every_from_text(checkpoint_every)
     if checkpoint_keep < 1:
         raise ConfigError(f"checkpoint_keep must be at least 1, got {checkpoint_keep}")
     if checkpoint is not None and (exchange or observer):
@@ -116,7 +114,7 @@ def connect(
     except BaseException:
         node.close()
         raise
-    if settings.shards == 1 or observer or (settings.shards == AUTO_SHARDS and whole):
+    if settings.shards == 1 or observer:
         return node
     several = ShardedNode(node, dialer, timeout_seconds)
     atexit.register(several.close)
@@ -133,6 +131,7 @@ def _check_kinds(
     require_kind("checkpoint_every", checkpoint_every, str, '"60s", or "64" for a count of versions')
     if checkpoint is not None:
         require_kind("checkpoint", checkpoint, (str, Path), '"kept", a folder')
+    every_from_text(checkpoint_every)
     if not name.isprintable() or len(name) > 64 or "#" in name:
         raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
 
