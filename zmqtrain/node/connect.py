@@ -93,8 +93,7 @@ def connect(
     if checkpoint is not None and (exchange or observer):
         raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else NO_CHECKPOINT_OF_OBSERVERS)
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
-    limited = bool(link) or share < 1
-    whole |= limited or not (folder is None and events is None and holds is None)
+    whole |= bool(link) or share < 1 or not (folder is None and events is None and holds is None)
     options = NodeOptions(
         name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events, share=given,
         hosts=not observer, exchange=exchange, holds=holds, whole=whole,
@@ -110,7 +109,7 @@ def connect(
         settings = node.wait_welcome(timeout_seconds)
         if folder is not None:
             _check_checkpoint(settings, checkpoint_every, checkpoint_keep)
-        _check_shards(node, settings, limited)
+        _check_shards(node, settings, bool(link) or share < 1)
     except BaseException:
         node.close()
         raise
