@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -96,6 +97,39 @@ def test_what_a_killed_broker_of_a_node_had_is_served_on_at_the_hub_and_nothing_
     for name in params:
         np.testing.assert_allclose(model[name], params[name], atol=1e-6)
     assert not Path(tmp_path / "hub" / "shard-3").exists()
+
+
+def test_after_a_power_cut_the_run_goes_on_from_what_the_hub_has_saved_of_all_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr("zmqtrain.broker.broker.RETURN_SECONDS", 0.5)  # no broker of a node comes back
+    run, folder = RunSettings(**SETTINGS, shards=3), tmp_path / "hub"
+
+    def saved(shard):
+        names = (path.stem for path in (folder / f"shard-{shard}").glob("checkpoint-*.safetensors"))
+        return max((int(name.partition("-")[2]) for name in names), default=-1)
+
+    with broker(run, checkpoint=folder, hosting=True, checkpoint_every="0.2s", checkpoint_keep=10**6) as first:
+        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        for trainer in trainers:
+            trainer.wait_until(lambda: saved(1) > 3 and saved(2) > 3)
+        half_written = shutil.ignore_patterns("*.part")
+        shutil.copytree(folder, tmp_path / "after", ignore=half_written)  # as the disk is at that moment
+        for trainer in trainers:
+            trainer.stop.set()
+        for trainer in trainers:
+            trainer.join()
+    folder = tmp_path / "after"
+    versions = [saved(shard) for shard in (1, 2)]
+    with broker(run, checkpoint=folder, hosting=True) as first:
+        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: exchanged(t, 3))
+            for line, version in zip(trainer.node._lines[1:], versions, strict=True):
+                assert line.statistics().version > version > 3
+            assert hosts(trainer) is None, "the hub serves what only it has"
+        for trainer in trainers:
+            trainer.stop.set()
+        for trainer in trainers:
+            trainer.join()
 
 
 def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by_itself(tmp_path, monkeypatch, caplog):

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -319,7 +319,8 @@ class _Host:
             options |= {"checkpoint": folder, "own_folder": True}
         beside: _Beside | None = None
         if hosting:
-            beside = options["beside"] = _Beside(self.address, channel, options.get("checkpoint"))
+            kept = {name: one for name, one in options.items() if name in ("checkpoint_every", "checkpoint_keep")}
+            beside = options["beside"] = _Beside(self.address, channel, options.get("checkpoint"), kept)
         broker = Broker(channel, settings, BrokerOptions(**options), access)
         if beside is not None:
             beside.of(broker)
@@ -463,12 +464,13 @@ class BrokerThread:
 class _Beside(ShardsBeside):
     """Brokers of other shards, and standbys of those that nodes serve, each in a thread.
 
-    bind, channel: of the first broker.  folder: where each saves, in shard-I; None: nothing is saved.
+    bind, channel: of the first broker.  folder: where each saves, in shard-I; None: nothing is saved.  kept: how often,
+    and how many checkpoints stay, as in `ServeOptions`.
     """
 
-    def __init__(self, bind: str, channel: RouterChannel, folder: Path | None) -> None:
+    def __init__(self, bind: str, channel: RouterChannel, folder: Path | None, kept: Mapping[str, Any]) -> None:
         self._bind, self._channel = f"{bind.rpartition(':')[0]}:0", channel
-        self._folder, self._closing = folder, False
+        self._folder, self._kept, self._closing = folder, dict(kept), False
         self._threads: dict[int, threading.Thread] = {}
         self._running: dict[int, BrokerThread] = {}
 
@@ -520,7 +522,7 @@ class _Beside(ShardsBeside):
     def _live(self, shard: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
         folder = None if self._folder is None else self._folder / f"shard-{shard}"
         try:
-            running = BrokerThread(self._bind, None, standby, place=place, checkpoint=folder)
+            running = BrokerThread(self._bind, None, standby, place=place, checkpoint=folder, **self._kept)
             self._running[shard] = running
             if self._closing:
                 running.stop()

@@ -520,6 +520,7 @@ class Standby(_FirstSession):
         aggregator = Aggregator(settings, shard)
         hub = Hub(settings, release_rule_from_spec(settings.release), self.follower.run, shard=shard, first=first)
         hub.restore(state)
+        hub.lease = PrimaryLease()  # the standby of the one that is followed is this one
         if hub.version >= 0:
             aggregator.plan(hub.model)
             aggregator.restore(hub.version, arrays)
