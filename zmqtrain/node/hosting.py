@@ -57,7 +57,7 @@ class HostedBroker:
             self._process.wait(seconds)
 
     def close(self) -> None:
-        """Have it save what it has, say goodbye and end; its nodes find its standby. Safe to call twice."""
+        """Have it say goodbye and end; its nodes find its standby. Safe to call twice."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

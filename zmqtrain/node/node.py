@@ -801,7 +801,7 @@ class Node(NullListener):
     def _host(self, shard: int) -> None:
         why = ""
         if not self.options.hosts:
-            why = "it is not asked to serve any"
+            why = "it comes with a key, and opens no port without keys"
         elif self._hosted is not None and self._hosted.why_ended() is None:
             why = "it serves another shard"
         else:

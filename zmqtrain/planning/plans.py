@@ -40,6 +40,7 @@ from zmqtrain.planning.schedule import (
     nicer_slowdown,
     payload_rate,
 )
+from zmqtrain.protocol.hosting import MOST_SHARDS
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.rounds import AfterCount, Immediately, release_rule_from_spec
 from zmqtrain.protocol.schedules import Plan
@@ -52,7 +53,7 @@ SCHEDULES_TRIED = 4
 SHARDS, HUB_BITS = (1, 2, 4), (2.5e9, 10e9)
 """What `variants` puts in the place of what is wished."""
 
-MOST_PARAMETERS, MOST_SHARDS, LEAST_STEP_SECONDS = 10**12, 256, 1e-5
+MOST_PARAMETERS, LEAST_STEP_SECONDS = 10**12, 1e-5
 """Larger or smaller numbers are typing mistakes."""
 
 
