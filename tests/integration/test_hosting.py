@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,9 +16,13 @@ import pytest
 from runs import Trainer, batches, broker, loss, parameters, sgd
 from safetensors.numpy import load_file
 
+from zmqtrain.core.errors import HubUnreachable, JoinRefused
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node.connect import connect
 from zmqtrain.train.sync import DelayedSync
+from zmqtrain.transport.address import split_key
+from zmqtrain.transport.key_folder import KeyFolder
+from zmqtrain.transport.zmq_keys import CurveKeys
 
 SETTINGS = {
     "every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 10.0, "initial": "founder", "start_nodes": 2,
@@ -131,6 +137,68 @@ def test_after_a_power_cut_the_run_goes_on_from_what_the_hub_has_saved_of_all_sh
             trainer.stop.set()
         for trainer in trainers:
             trainer.join()
+
+
+def comes_in(address, keys):
+    try:
+        connect(address, keys=keys, observer=True, timeout_seconds=1.0).close()
+    except (HubUnreachable, JoinRefused):
+        return False
+    return True
+
+
+def test_with_keys_the_broker_of_a_node_lets_in_who_comes_in_at_the_hub_and_nobody_else(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    monkeypatch.chdir(tmp_path)
+    folder = KeyFolder(tmp_path / "keys")
+    pcs = dict(zip(("pc-1", "pc-2", "pc-3"), map(CurveKeys.load, folder.new(["pc-1", "pc-2", "pc-3"])), strict=True))
+    with broker(RunSettings(**SETTINGS, shards=3), checkpoint=tmp_path / "hub", hosting=True, keys=folder) as first:
+        trainers = [Trainer(first.address, name, params=wide(), endless=True, keys=pcs[name]) for name in pcs]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: exchanged(t, 3))
+        serving = [trainer for trainer in trainers if hosts(trainer) is not None]
+        assert len(serving) == 2
+        address = trainers[0].node._first.shards[1]
+        plain, key = split_key(address)
+        assert key not in (None, folder.hub().public), "its port has keys of its own"
+        of_hub, stranger = (replace(one, server=folder.hub().public) for one in (folder.hub(), CurveKeys.generate()))
+        assert comes_in(address, of_hub) and comes_in(address, pcs["pc-3"])
+        assert not comes_in(address, stranger) and not comes_in(plain, pcs["pc-3"]) and not comes_in(plain, None)
+        gone = next(trainer for trainer in trainers if trainer not in serving)
+        folder.revoke(gone.name)
+        with pytest.raises(JoinRefused, match="revoked"):
+            gone.wait_until(lambda: False)
+        serving[0].wait_until(lambda: not comes_in(address, pcs[gone.name]))
+        os.kill(hosts(serving[0]).pid, signal.SIGKILL)
+        for trainer in serving:
+            line = taken_over(trainer)
+            seen = line.statistics().version
+            trainer.wait_until(lambda line=line, seen=seen: line.statistics().version > seen + 5)
+        for trainer in serving:
+            trainer.stop.set()
+        for trainer in serving:
+            trainer.join()
+    assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(wide())
+
+
+def test_a_node_whose_port_the_hub_does_not_reach_serves_nothing_and_another_does(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zmqtrain.broker.serve.REACH_SECONDS", 1.0)
+    begin = subprocess.Popen
+    behind_a_firewall = ["--address", "tcp://127.0.0.1:1"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: begin(command + behind_a_firewall, **options))
+    with broker(RunSettings(**SETTINGS, shards=2), checkpoint=tmp_path / "hub", hosting=True) as first:
+        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: exchanged(t, 2))
+        assert [hosts(trainer) for trainer in trainers] == [None, None]
+        for trainer in trainers:
+            trainer.stop.set()
+        for trainer in trainers:
+            trainer.join()
+    assert "does not reach it" in caplog.text and "this machine does" in caplog.text
+    assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(wide())
 
 
 def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by_itself(tmp_path, monkeypatch, caplog):

@@ -9,7 +9,7 @@ from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Broadcast, Divide, FollowShard, SendTo, ServeShard, TakeShard
 from zmqtrain.protocol.groups import LATE_SECONDS
-from zmqtrain.protocol.hosting import HOST_SECONDS, LEAST_VALUES, RETURN_SECONDS, Hosting, division
+from zmqtrain.protocol.hosting import HOST_SECONDS, LEAST_VALUES, MOST_KEYS, RETURN_SECONDS, Hosting, division
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import Claim, Member, MemberState, ShardRegistry
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Host, Refused, Roster, Welcome, model_to_wire
@@ -331,6 +331,108 @@ def test_a_node_that_needs_the_whole_model_and_comes_later_is_told_why_it_cannot
     assert refused.reason == "model" and "--shards 1" in refused.text
 
 
+# ---------------------------------------------------------------------- rule 5: within reach
+
+
+def test_a_broker_that_the_hubs_machine_does_not_reach_is_sent_away_and_the_next_node_is_asked():
+    registry, hosting = hosting_of(shards=2)
+    hosting.look(nodes_of("a", "b"), 0.0)
+    register(registry)
+    assert registry.addresses == ("", "") and registry.registered == ("", ONE)
+    assert hosting.look(nodes_of("a", "b"), 1.0) == [FollowShard(1, ONE)]
+    assert hosting.out_of_reach(1) == "broker#1"
+    registry.forget("broker#1")
+    assert hosting.look(nodes_of("a", "b"), 2.0) == asks(("b", 1))
+    register(registry, 1, TWO, "broker#2")
+    assert hosting.look(nodes_of("a", "b"), 3.0) == [FollowShard(1, TWO)]
+    hosting.reached(1)
+    assert registry.addresses == ("", TWO)
+    assert hosting.out_of_reach(1) is None, "its nodes reach it, though this machine does not now"
+
+
+def test_a_broker_that_is_lost_before_the_run_begins_takes_its_reach_with_it():
+    registry, hosting = hosting_of(shards=2)
+    hosting.look(nodes_of("a", "b"), 0.0)
+    register(registry)
+    hosting.look(nodes_of("a", "b"), 1.0)
+    hosting.reached(1)
+    registry.forget("broker#1")
+    hosting.look(nodes_of("a", "b"), 2.0)
+    register(registry, 1, TWO, "broker#2")
+    assert registry.addresses == ("", "")
+
+
+def test_what_the_hubs_machine_serves_is_within_reach_and_so_is_all_of_a_run_that_goes_on():
+    registry, hosting = hosting_of(shards=2, start_nodes=1)
+    hosting.declines("a", Host(1))
+    assert hosting.look(nodes_of("a"), 0.0) == [ServeShard(1)]
+    register(registry)
+    assert registry.addresses == ("", ONE)
+    registry, _ = hosting_of(shards=2, not_before=RETURN_SECONDS)
+    register(registry)
+    assert registry.addresses == ("", ONE)
+
+
+# ---------------------------------------------------------------------- rule 6: keys
+
+
+KEYS = {"h" * 40: "hub", "a" * 40: "pc-a", "b" * 40: "pc-b"}
+
+
+def keyed(*names):
+    nodes = nodes_of(*names)
+    for node in nodes:
+        node.voter = f"key pc-{node.peer}"
+    return nodes
+
+
+def test_nobody_is_asked_before_the_keys_are_read_and_who_is_asked_gets_them_and_again_when_they_change():
+    registry, hosting = hosting_of(shards=2)
+    hosting.keys = None
+    assert hosting.look(keyed("a", "b"), 0.0) == [] and hosting.authorise(KEYS) == []
+    assert hosting.look(keyed("a", "b"), 1.0) == [SendTo("a", Host(1, keys=KEYS))]
+    assert hosting.authorise(KEYS) == [], "nothing has changed"
+    register(registry)
+    hosting.look(keyed("a", "b"), 2.0)
+    fewer = {key: name for key, name in KEYS.items() if name != "pc-b"}
+    assert hosting.authorise(fewer) == [SendTo("a", Host(1, keys=fewer))]
+
+
+def test_a_key_registers_the_shard_that_its_node_was_asked_for_and_no_other():
+    _, hosting = hosting_of(shards=3)
+    hosting.keys = KEYS
+    assert not hosting.expects(1, "key pc-a", 0.0), "nobody is asked yet"
+    hosting.look(keyed("a", "b"), 0.0)
+    assert hosting.expects(1, "key pc-a", 1.0) and hosting.expects(2, "key pc-b", 1.0)
+    assert not hosting.expects(2, "key pc-a", 1.0) and not hosting.expects(3, "key pc-a", 1.0)
+    hosting.declines("a", Host(1))
+    hosting.look(keyed("a", "b", "c"), 2.0)
+    assert not hosting.expects(1, "key pc-a", 2.0) and hosting.expects(1, "key pc-c", 2.0)
+
+
+def test_in_a_run_that_goes_on_brokers_with_the_key_of_a_node_come_back_for_a_while():
+    _, hosting = hosting_of(not_before=RETURN_SECONDS)
+    assert hosting.expects(1, "key pc-a", RETURN_SECONDS - 1) and not hosting.expects(1, "key pc-a", RETURN_SECONDS)
+
+
+def test_with_too_many_keys_for_a_head_the_hubs_machine_serves_all():
+    _, hosting = hosting_of(shards=2)
+    hosting.keys = {f"{number:040}": "pc" for number in range(MOST_KEYS + 1)}
+    assert hosting.look(keyed("a", "b"), 0.0) == [ServeShard(1)]
+
+
+@pytest.mark.parametrize("address", [f"{ONE}#{'k' * 40}", ONE])
+def test_the_address_of_a_broker_carries_the_key_of_its_port(address):
+    registry = ShardRegistry(2)
+    assert registry.claim("m#1", Claim(1, address)) == ("", None) and registry.addresses == ("", address)
+
+
+@pytest.mark.parametrize("key", ["k" * 39, "k" * 41, "k" * 39 + "\n", "k" * 39 + "ü", "k" * 39 + " "])
+def test_an_address_with_what_is_no_key_is_refused(key):
+    why, _ = ShardRegistry(2).claim("m#1", Claim(1, f"{ONE}#{key}"))
+    assert "is no address" in why
+
+
 # ---------------------------------------------------------------------- the first hub
 
 
@@ -368,8 +470,13 @@ def test_the_first_follows_a_broker_that_registers_and_tells_nodes_where_it_is()
     hub.tick(0.1)
     effects = hub.receive("m1#1", Hello("m1", "broker", shard=1, address=ONE), 0.2)
     (roster,) = [e.message for e in effects if isinstance(e, Broadcast) and isinstance(e.message, Roster)]
-    assert roster.shards == ("", ONE, "")
+    assert roster.shards == ("", "", ""), "not before the hub's machine has reached it"
     assert begun(hub.tick(0.3)) == [FollowShard(1, ONE)] and begun(hub.tick(0.4)) == []
+    hub.hosting.reached(1)
+    assert hub.roster(0.5).shards == ("", ONE, "")
+    hub.receive("m1#1", Goodbye(), 0.6)
+    hub.receive("hub#1", Hello("m", "broker", shard=1, address=TWO), 0.7)
+    assert hub.roster(0.8).shards == ("", TWO, ""), "who follows it comes in its place"
 
 
 def test_the_first_asks_the_next_when_a_node_declines_leaves_or_is_lost():

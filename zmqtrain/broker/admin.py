@@ -60,13 +60,15 @@ class AdminService:
         self.effects: EffectHandlers = {SendTo: self._send, Broadcast: self._broadcast, Answer: self._answer}
 
     def _hello(self, peer: PeerId, hello: Hello, now: float) -> None:
-        if hello.role in ("broker", "standby") and not self._access.has_hub_keys(peer):
+        name, hosting = self._access.key_name(peer), self._hub.hosting
+        voter = f"key {name}" if name else ""
+        asked = hello.role == "broker" and hosting is not None and hosting.expects(hello.shard, voter, now)
+        if hello.role in ("broker", "standby") and not (asked or self._access.has_hub_keys(peer)):
             return self._core.expel(peer, ZmqTrainError(OTHER_KEYS), "keys")
         self._core.receive(peer, hello, now)
         self._loads.limit(peer)
-        name = self._access.key_name(peer)
         if (member := self._hub.members.get(peer)) is not None:
-            member.voter = f"key {name}" if name else ""
+            member.voter = voter
         self._hub.records.own(peer, name)
 
     def _stop(self, peer: PeerId, stop: Stop, now: float) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +34,17 @@ from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.parameter_server.parameters import ParameterKeeper, Parameters
 from zmqtrain.planning.plans import LoadPlanner
 from zmqtrain.planning.rules import canonical
-from zmqtrain.protocol.effects import Combine, Discard, Disconnect, Divide, FollowShard, Forward, ServeShard, TakeShard
+from zmqtrain.protocol.effects import (
+    Broadcast,
+    Combine,
+    Discard,
+    Disconnect,
+    Divide,
+    FollowShard,
+    Forward,
+    ServeShard,
+    TakeShard,
+)
 from zmqtrain.protocol.fencing import latest_incarnation
 from zmqtrain.protocol.hosting import RETURN_SECONDS, Hosting
 from zmqtrain.protocol.hub import Hub
@@ -322,6 +332,23 @@ class Broker:
     def dismiss(self, peer: PeerId, why: str) -> None:
         """Expel a peer whose key was revoked; call it in the broker's loop."""
         self.core.expel(peer, ZmqTrainError(why), "revoked")
+
+    def authorised(self, names: Mapping[str, str]) -> None:
+        """Take note of the keys that come in from now on; call it in the broker's loop."""
+        if self.hub.hosting is not None:
+            self.core.carry_out(self.hub.hosting.authorise(names))
+
+    def shard_reached(self, shard: int) -> None:
+        """Let nodes hear where a node serves a shard, as this machine reaches it; call it in the broker's loop."""
+        if self.hub.hosting is not None:
+            self.hub.hosting.reached(shard)
+            self.core.carry_out([Broadcast(self.hub.roster(self.core.now()))])
+
+    def shard_out_of_reach(self, shard: int, why: str) -> None:
+        """Send the broker of a shard away that this machine does not reach, unless it did before; call it in the
+        broker's loop."""
+        if self.hub.hosting is not None and (holder := self.hub.hosting.out_of_reach(shard)) is not None:
+            self.core.expel(holder, ZmqTrainError(f"the first broker does not reach it: {why}"), "shard")
 
     def statistics(self) -> BrokerStatistics:
         return BrokerStatistics(

@@ -30,9 +30,16 @@ from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.planning.rules import canonical
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.environment import clock
-from zmqtrain.transport.address import connectable_host, local_address, parse_address, public_address
+from zmqtrain.transport.address import (
+    connectable_host,
+    local_address,
+    parse_address,
+    public_address,
+    split_key,
+    with_key,
+)
 from zmqtrain.transport.admission import Admission
-from zmqtrain.transport.key_folder import HUB, KeyFolder, Stamp
+from zmqtrain.transport.key_folder import HUB, KeyFolder, LentKeys, Stamp
 from zmqtrain.transport.pacing import LinkShare
 from zmqtrain.transport.service_manager import ServiceManager
 from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
@@ -47,6 +54,10 @@ REGISTER_SECONDS = 0.5
 """Between two attempts of a shard that is taken over to register with the first broker."""
 AGAIN_SECONDS = 5.0
 """Between the failure of what is begun for a shard, and its next beginning."""
+REACH_SECONDS = 10.0
+"""Within this time the first broker's machine must reach the broker of a shard that a node serves."""
+BESIDE = ("checkpoint_every", "checkpoint_keep", "keys")
+"""The options of a first broker that those beside it have too."""
 START_SECONDS = 60.0
 STOP_SECONDS = 90.0
 
@@ -59,7 +70,7 @@ class KeyWatcher:
     says so.
     """
 
-    def __init__(self, channel: RouterChannel, folder: KeyFolder, host: _Host) -> None:
+    def __init__(self, channel: RouterChannel, folder: KeyFolder | LentKeys, host: _Host) -> None:
         self._channel, self._folder, self._host = channel, folder, host
         self._stamp: Stamp | None = None
         self._trouble = ""
@@ -95,6 +106,7 @@ class KeyWatcher:
             logger.info("%d key%s authorised now", count, " is" if count == 1 else "s are")
         self._gone |= gone
         self._stamp = stamp
+        self._host.authorised(names)
         for key, name in self._gone.items():
             text = f"its key, {name}, was revoked"
             for peer in self._channel.peers_with(key):
@@ -109,11 +121,12 @@ class KeyWatcher:
 
 
 class RouterAccess(BrokerAccess):
-    """The rights of peers by the keys with which they came in. folder: of authorised keys; pair: the hub's own."""
+    """The rights of peers by the keys with which they came in. folder: of authorised keys; pair: with which this broker
+    comes to others."""
 
     connects = True
 
-    def __init__(self, channel: RouterChannel, folder: KeyFolder | None, pair: CurveKeys | None) -> None:
+    def __init__(self, channel: RouterChannel, folder: KeyFolder | LentKeys | None, pair: CurveKeys | None) -> None:
         self._channel, self._folder, self._pair = channel, folder, pair
 
     @property
@@ -134,23 +147,23 @@ class RouterAccess(BrokerAccess):
         return self._channel.is_of_this_machine(peer) if self._folder is None else self.has_hub_keys(peer)
 
     def dial(self, address: str, peer: PeerId) -> Channel:
-        server_key = None if self._pair is None else self._pair.public
+        server_key = None if self._pair is None else self._pair.server or self._pair.public
         return DealerChannel(address, peer=peer, keys=self._pair, server_key=server_key)
 
 
 class ServeOptions(TypedDict, total=False):
     """Options of `serve` and `BrokerThread`.
 
-    keys: the folder of authorised keys, looked at every second; of a pair alone, every peer that knows its public key
-    may come in; None: every peer that reaches the address.
+    keys: the folder of authorised keys, looked at every second, or what a node lends; of a pair alone, every peer that
+    knows its public key may come in; None: every peer that reaches the address.
     checkpoint, checkpoint_every, checkpoint_keep, run, watch, events, share, beginning: as in `BrokerOptions`; of
     `RunFolders` the run's own.  watch's last roster says how the run ended.
     place: where this broker belongs if it is not the first of its run's brokers; it takes the settings from the first.
-    hosting: as the first of several, have nodes serve the other shards (not where there are keys); what they leave, and
-    what none of them serves, is served here, and the model is whole here when this broker ends.
+    hosting: as the first of several, have nodes serve the other shards (not where keys are a pair alone); what they
+    leave, and what none of them serves, is served here, and the model is whole here when this broker ends.
     """
 
-    keys: CurveKeys | KeyFolder | None
+    keys: CurveKeys | KeyFolder | LentKeys | None
     checkpoint: Path | RunFolders | None
     checkpoint_every: str
     checkpoint_keep: int
@@ -192,7 +205,8 @@ def serve(
 class _Host:
     """One call of `serve`, whose arguments it has.
 
-    follower: the standby that runs, until it takes over.  broker: the one that runs, if it has begun.
+    follower: the standby that runs, until it takes over.  broker: the one that runs, if it has begun.  names: the keys
+    that come in, None: they are not read yet, or there are none.
     """
 
     address: str
@@ -207,19 +221,21 @@ class _Host:
     follower: Standby | None = None
     broker: Broker | None = None
     beside: _Beside | None = None
+    names: Mapping[str, str] | None = None
 
     async def run(self) -> BrokerStatistics:
         if self.settings is not None:
             canonical(self.settings)  # refused before anybody can connect
         keys, first = self.options.get("keys"), self.options.get("place") is None and self.standby is None
-        folder = keys if isinstance(keys, KeyFolder) else None
-        pair = keys.hub(make=first) if isinstance(keys, KeyFolder) else keys
+        folder = keys if isinstance(keys, KeyFolder | LentKeys) else None
+        pair = keys.hub(make=first) if isinstance(keys, KeyFolder | LentKeys) else keys
+        outwards = pair if folder is None else folder.outwards
         channel = RouterChannel(self.address, keys=pair, admission=None if folder is None else Admission())
         beside = [] if folder is None else [asyncio.create_task(KeyWatcher(channel, folder, self).run())]
         if self.manager.listens:
             beside.append(asyncio.create_task(self._report()))
         try:
-            return await self._live(channel, RouterAccess(channel, folder, pair))
+            return await self._live(channel, RouterAccess(channel, folder, outwards))
         finally:
             for task in beside:
                 task.cancel()
@@ -243,6 +259,11 @@ class _Host:
     def dismiss(self, peer: PeerId, why: str) -> None:
         if self.broker is not None:
             self.broker.dismiss(peer, why)
+
+    def authorised(self, names: Mapping[str, str]) -> None:
+        self.names = names
+        if self.broker is not None:
+            self.broker.authorised(names)
 
     async def _live(self, channel: RouterChannel, access: RouterAccess) -> BrokerStatistics:
         try:
@@ -273,7 +294,7 @@ class _Host:
         return BrokerStatistics(-1, 0, 0, 0, 0, 0, 0.0, 0, 0)
 
     async def _follow(self, channel: RouterChannel, access: RouterAccess, place: StandbyPlace) -> TakeoverState | None:
-        public = place.address or public_address(self.address, channel.address, place.first)
+        public = place.address or public_address(self.address, channel.address, place.where)
         folder, keeper = self.options.get("checkpoint"), None
         if place.keeps and isinstance(folder, Path):
             every = every_from_text(self.options.get("checkpoint_every", ""))
@@ -304,6 +325,8 @@ class _Host:
                     return None
         elif place is not None:
             public = place.address or public_address(self.address, channel.address, place.first)
+            if isinstance(keys := self.options.get("keys"), LentKeys):  # its port has another pair than the hub's
+                public = with_key(public, keys.hub().public)
             self.registration = Registration(place, public, access)
             await self.registration.welcomed()
             settings, name, shard = self.registration.settings, self.registration.peer.run, place.shard
@@ -312,18 +335,24 @@ class _Host:
         own = ("keys", "place", "hosting")
         options: dict[str, Any] = {key: one for key, one in self.options.items() if key not in own}
         options |= {"run": name, "registration": self.registration, "takeover": takeover}
-        alone = settings.shards == 1 or shard or self.options.get("keys") is not None
+        keys = self.options.get("keys")
+        # of a pair alone nobody knows whose keys may come in where a node serves
+        alone = settings.shards == 1 or shard or isinstance(keys, CurveKeys)
         hosting = self.options.get("hosting", False) and not alone
         if isinstance(checkpoint, RunFolders):
             folder = checkpoint.folder(name, shard, 1 if hosting else settings.shards, term)
             options |= {"checkpoint": folder, "own_folder": True}
         beside: _Beside | None = None
         if hosting:
-            kept = {name: one for name, one in options.items() if name in ("checkpoint_every", "checkpoint_keep")}
+            kept: dict[str, Any] = {}
+            kept |= {name: one for name, one in self.options.items() if name in BESIDE}
             beside = options["beside"] = _Beside(self.address, channel, options.get("checkpoint"), kept)
         broker = Broker(channel, settings, BrokerOptions(**options), access)
         if beside is not None:
             beside.of(broker)
+            assert broker.hub.hosting is not None
+            if keys is not None:
+                broker.hub.hosting.keys = self.names
             self.beside = beside  # not before: `_live` closes it, and a broker that cannot be made has begun none
         channel.remember(broker.hub.records.owner)
         return broker
@@ -488,8 +517,8 @@ class _Beside(ShardsBeside):
         self._begin(shard, place, None)
 
     def follow(self, shard: int, address: str) -> None:
-        logger.info("shard %d is served at %s, and followed here", shard, address)
-        self._begin(shard, None, StandbyPlace(first=address, keeps=True))
+        logger.info("shard %d is served at %s, and followed here", shard, split_key(address)[0])
+        self._begin(shard, None, StandbyPlace(first=address, keeps=True, wait_seconds=REACH_SECONDS))
 
     def take(self, shard: int) -> None:
         if (running := self._running.get(shard)) is not None:
@@ -521,11 +550,14 @@ class _Beside(ShardsBeside):
 
     def _live(self, shard: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
         folder = None if self._folder is None else self._folder / f"shard-{shard}"
+        failure: BaseException | None
         try:
             running = BrokerThread(self._bind, None, standby, place=place, checkpoint=folder, **self._kept)
             self._running[shard] = running
             if self._closing:
                 running.stop()
+            elif standby is not None:
+                self._call(self._broker.shard_reached, shard)
             running.wait()
             failure = running.failure
         except Exception as error:
@@ -533,9 +565,15 @@ class _Beside(ShardsBeside):
         if failure is None:
             return
         logger.warning("shard %d: %s", shard, failure)
+        if isinstance(failure, HubUnreachable) and standby is not None:
+            self._call(self._broker.shard_out_of_reach, shard, f"no answer at {split_key(standby.first)[0]}")
+        self._call(self._loop.call_later, AGAIN_SECONDS, self._again, shard)
+
+    def _call(self, what: Callable[..., object], *arguments: object) -> None:
+        """Have the first broker's loop call this, unless all ends."""
         if not self._closing:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._loop.call_later, AGAIN_SECONDS, self._again, shard)
+                self._loop.call_soon_threadsafe(what, *arguments)
 
     def _again(self, shard: int) -> None:
         if self._broker.hub.hosting is not None:

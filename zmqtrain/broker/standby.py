@@ -44,7 +44,7 @@ from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, PrimaryLea
 from zmqtrain.session.environment import Suspension, clock, environment, spawn
 from zmqtrain.session.hub_session import ConnectDeadline, HubSession, NullListener
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
-from zmqtrain.transport.address import say_unreachable
+from zmqtrain.transport.address import say_unreachable, split_key
 
 logger = logging.getLogger(__name__)
 
@@ -272,6 +272,11 @@ class Place:
     address: str = ""
     wait_seconds: float = 30.0
 
+    @property
+    def where(self) -> str:
+        """Where the first is, for people."""
+        return split_key(self.first)[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyPlace(Place):
@@ -328,7 +333,7 @@ class _FirstSession(NullListener):
 
     def _log_when_back(self, text: str) -> None:
         if self._peer.state is PeerState.WELCOMED and self._link.trouble[0]:
-            logger.info(text, self._first)
+            logger.info(text, split_key(self._first)[0])
             self._link.trouble = ("", "")
 
 
@@ -375,7 +380,7 @@ class Standby(_FirstSession):
         try:
             await self._answered(
                 "A standby has a copy of its broker's folder of keys (--keys)",
-                f"no broker answers at {self.place.first} (waited {self.place.wait_seconds:g} s), and a standby must "
+                f"no broker answers at {self.place.where} (waited {self.place.wait_seconds:g} s), and a standby must "
                 "have heard it once: start that first, check the address, the port and the firewall; one with keys "
                 "answers only brokers with its keys folder (--keys)",
             )
@@ -422,21 +427,21 @@ class Standby(_FirstSession):
             if why != self._said or now - self._said_at >= SAY_AGAIN_SECONDS:
                 self._said, self._said_at = why, now
                 text = "the broker at %s is gone, and this standby does not take over: %s (to have it take over "
-                logger.warning(text + "all the same: zmqtrain promote %s)", self.place.first, why, self.address)
+                logger.warning(text + "all the same: zmqtrain promote %s)", self.place.where, why, self.address)
         return due
 
     async def _take_over(self) -> TakeoverState:
         follower = self.follower
         if not await asyncio.to_thread(self._close, TAKES_OVER):  # all that has come is applied
             raise ZmqTrainError(
-                f"this standby still applies what came from the broker at {self.place.first}, after {CLOSE_SECONDS:g} "
+                f"this standby still applies what came from the broker at {self.place.where}, after {CLOSE_SECONDS:g} "
                 "s, and cannot take over: start that again, with its checkpoint"
             )
         if self.failure is not None:
             raise self.failure
         if self._hub is None or self._aggregator is None:
             raise ConfigError(
-                f"this standby has no copy of the broker at {self.place.first} yet, and cannot take over: start that "
+                f"this standby has no copy of the broker at {self.place.where} yet, and cannot take over: start that "
                 "again, with its checkpoint"
             )
         self._aggregator.gate.is_open = (
@@ -453,7 +458,7 @@ class Standby(_FirstSession):
             follower.run,
             self._hub.version,
             follower.term + 1,
-            "it was told to" if self._policy.promoted else f"the broker at {self.place.first} is gone, say its nodes",
+            "it was told to" if self._policy.promoted else f"the broker at {self.place.where} is gone, say its nodes",
         )
         first = follower.shards[0] if follower.shard else ""
         if self._keeper is not None:
@@ -531,7 +536,7 @@ class Standby(_FirstSession):
             else:
                 self._keeper.inherit(hub, aggregator)
             self._keeps = True
-        logger.info("holding %s at version %d, copied from %s", hub.run, hub.version, self.place.first)
+        logger.info("holding %s at version %d, copied from %s", hub.run, hub.version, self.place.where)
 
     def _release(self, aggregate: Aggregate, frames: list[Buffer]) -> None:
         assert self._hub is not None and self._aggregator is not None, "a release comes after a copy"

@@ -38,10 +38,10 @@ from zmqtrain.planning.plans import link_share
 from zmqtrain.programs import check_program_arguments, parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
-from zmqtrain.transport.key_folder import EVERY_PC, KeyFolder, default_key_folder
+from zmqtrain.transport.key_folder import EVERY_PC, KeyFolder, LentKeys, default_key_folder
 from zmqtrain.transport.pacing import ConnectionLimits
 from zmqtrain.transport.service_manager import ServiceManager
-from zmqtrain.transport.zmq_keys import descriptor_room
+from zmqtrain.transport.zmq_keys import CurveKeys, descriptor_room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class BrokerConfig(PortOptions, RunOptions):
     """End when standard input closes: for programs that start a broker."""
     keys: Folder = None
     """The folder of keys, as zmqtrain keys keeps it; on the network ~/.config/zmqtrain/keys if not given, where the
-    broker makes what is missing. All brokers of a run have the same."""
+    broker makes what is missing. All brokers of a run have the same; "-" is for one that a node serves."""
     insecure: bool = False
     """Listen on the network without keys: everybody who reaches the port can join, and everybody who sees the traffic
     can read it.    For a network that you trust."""
@@ -171,34 +171,38 @@ class BrokerConfig(PortOptions, RunOptions):
 
 
 PROGRAM = "zmqtrain-broker"
+LENT = Path("-")
+"""What --keys says where a node lends them."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _run(config: BrokerConfig) -> int:
     log_to_stderr(config.verbose)
+    lent = read_lent_keys() if config.keys == LENT else None
     if config.follow_stdin:
-        threading.Thread(target=_end_with_stdin, name="zmqtrain-stdin", daemon=True).start()
-    return _BrokerProgram(config).run()
+        threading.Thread(target=_end_with_stdin, args=(lent,), name="zmqtrain-stdin", daemon=True).start()
+    return _BrokerProgram(config, lent).run()
 
 
-def _end_with_stdin() -> None:
-    """End in order when standard input closes."""
-    while os.read(0, 4096):
-        pass
+def _end_with_stdin(lent: LentKeys | None) -> None:
+    """End in order when standard input closes. lent: takes the keys of each line."""
+    for line in sys.stdin.buffer:
+        if lent is not None:
+            lent.change(json.loads(line))
     os.kill(os.getpid(), signal.SIGINT)
 
 
 class _BrokerProgram:
     """One broker: what is printed when it starts, takes over, is interrupted and ends."""
 
-    def __init__(self, config: BrokerConfig) -> None:
+    def __init__(self, config: BrokerConfig, lent: LentKeys | None) -> None:
         self._config = config
         self._settings = RunSettings.from_dict(config.to_dict())
         self._unknown = check_program(self._settings)
         own_folder = config.checkpoint is None and not config.no_checkpoint
         check_checkpoint(RUNS if own_folder else config.checkpoint)
         self._beginning = config.read_beginning()
-        self._keys = open_keys(config)
+        self._keys, self._lent = None if lent else open_keys(config), lent
         self._place: ShardPlace | None = None
         self._standby: StandbyPlace | None = None
         follows: dict[str, Any] = {"address": config.address, "wait_seconds": config.wait_seconds}
@@ -226,7 +230,7 @@ class _BrokerProgram:
             statistics = serve(
                 config.bind,
                 self._settings if self._is_first else None,
-                keys=self._keys,
+                keys=self._lent or self._keys,
                 checkpoint=self._checkpoint,
                 checkpoint_every=config.checkpoint_every,
                 checkpoint_keep=config.checkpoint_keep,
@@ -363,6 +367,13 @@ def ending(roster: Roster | None, folder: Path | None) -> str:
     return f"stopping: {what} (Ctrl-C again to quit at once)"
 
 
+def read_lent_keys() -> LentKeys:
+    """Return the keys that a node writes to this broker's standard input: the node's pair, then those that come in."""
+    pair = json.loads(sys.stdin.buffer.readline())
+    outwards = CurveKeys(pair["public"].encode(), pair["secret"].encode(), pair["server"].encode())
+    return LentKeys(outwards, json.loads(sys.stdin.buffer.readline()))
+
+
 def open_keys(config: BrokerConfig) -> KeyFolder | None:
     """Return the folder of keys, None for a broker without keys.
 
@@ -479,7 +490,7 @@ def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFo
     what = "type" if config.program else "connect your training loop"
     lines.append(f"{what} {where}{', one of' if len(ways) > 1 else ''}:")
     lines += [f"  {one}" for one in ways]
-    if config.shards > 1 and not config.shard and keys is None:
+    if config.shards > 1 and not config.shard:
         others = "the other shard" if config.shards == 2 else f"the other {config.shards - 1} shards"
         lines.append(f"their PCs serve {others} of the model, and this one what none of them can")
     elif config.shards > 1:

@@ -29,6 +29,7 @@ from zmqtrain.node.node import Node
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.transport.address import parse_addresses
+from zmqtrain.transport.key_folder import Access, find_access
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
 COPY_SECONDS = 600.0
@@ -45,7 +46,8 @@ def model_of_run(
     Of several brokers the first's address is enough; each sends its part, of a version of its own.
     Raises ConfigError where the run has none yet, HubUnreachable, JoinRefused.
     """
-    with _look_on(address, server_key, keys, timeout_seconds) as node:
+    access = find_access(address, server_key, keys)
+    with _look_on(address, access, timeout_seconds) as node:
         facts, part = _part(node)
         shards, parts = node.settings.shards, [part]
         if shards == 1:
@@ -55,15 +57,15 @@ def model_of_run(
                 raise ZmqTrainError(
                     f"the broker of shard {shard} of {shards} is not there, and has a part of the model"
                 )
-            with _look_on(other, server_key, keys, timeout_seconds) as line:
+            with _look_on(other, access, timeout_seconds) as line:
                 of_shard, part = _part(line)
                 parts.append(part)
                 facts = min(facts, of_shard, key=lambda one: one.version)
     return join_parts(facts.leaves, parts), facts
 
 
-def _look_on(address: str, server_key: GivenServerKey, keys: GivenKeys, timeout_seconds: float) -> Node:
-    node = connect(address, "export", server_key, keys, observer=True, timeout_seconds=timeout_seconds, codec_on="host")
+def _look_on(address: str, access: Access, timeout_seconds: float) -> Node:
+    node = connect(address, "export", keys=access, observer=True, timeout_seconds=timeout_seconds, codec_on="host")
     assert isinstance(node, Node), "who looks on has one line"
     return node
 

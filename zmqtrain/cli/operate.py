@@ -35,7 +35,7 @@ from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.protocol.members import name_missing
 from zmqtrain.protocol.messages import MAX_SENTENCE, Roster, fields_of, printable
-from zmqtrain.transport.address import parse_address, parse_addresses
+from zmqtrain.transport.address import parse_address, parse_addresses, split_key
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
 
 LOOK_SECONDS = 0.05
@@ -146,7 +146,7 @@ def _print_roster(roster: Roster, title: str) -> None:
         console.print(f"chosen for {printable(str(plan), MAX_SENTENCE)}, outer optimizer {outer}")
     for shard, address in enumerate(roster.shards):
         if shard:
-            console.print(f"shard {shard} is at {address or 'no address: its broker is not here'}")
+            console.print(f"shard {shard} is at {split_key(address)[0] or 'no address: its broker is not here'}")
     if roster.members:
         console.print(RosterTable(roster))
         console.print(f"\n{roster_legend(roster)}", style="dim")

@@ -96,7 +96,7 @@ def connect(
     whole |= bool(link) or share < 1 or not (folder is None and events is None and holds is None)
     options = NodeOptions(
         name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events, share=given,
-        hosts=not observer and not any(access.credentials), exchange=exchange, holds=holds, whole=whole,
+        hosts=None if observer else access, exchange=exchange, holds=holds, whole=whole,
         keep=None if folder is None else CheckpointOptions(folder, checkpoint_every),
     )  # fmt: skip
     dialer = RealEnvironment(access)

@@ -76,6 +76,7 @@ from zmqtrain.protocol.pipelines import Share
 from zmqtrain.session.environment import environment
 from zmqtrain.session.hub_session import REFUSED_SECONDS, HubSession, NullListener, Solitude
 from zmqtrain.transport.address import say_addresses, say_unreachable
+from zmqtrain.transport.key_folder import Access
 from zmqtrain.transport.pacing import LinkShare
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class NodeOptions:
     encoded.  events: recorder of what happens here.  share: what training may use of this machine's port.  exchange:
     the name of its synchronous exchange, see `connect`.  holds: what it has as one PC of a pipeline.  incarnation:
     above which this process begins (`begin_incarnation`); 0: the node is not fenced.  keep: its checkpoints.  order: of
-    an operator for the broker.  hosts: it serves a shard of the run, if the first of several brokers asks it to.
+    an operator for the broker.  hosts: it serves a shard of the run, if the first of several brokers asks it to, and
+    comes to that with these keys; None: it serves none.
     whole: it takes part only where one broker has all of the model.
     """
 
@@ -114,7 +116,7 @@ class NodeOptions:
     incarnation: int = 0
     keep: CheckpointOptions | None = None
     order: Promote | Stop | None = None
-    hosts: bool = False
+    hosts: Access | None = None
     whole: bool = False
 
 
@@ -795,22 +797,28 @@ class Node(NullListener):
     def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
         """See Listener: serve a shard as the first broker asks, or say why not."""
         assert isinstance(message, Host)
-        self._host(message.shard)
+        if (hosted := self._hosted) is not None and hosted.shard == message.shard and hosted.why_ended() is None:
+            hosted.authorise(message.keys)
+        elif why := self._host(message):
+            self.link.send(Host(message.shard, printable(why)))
         return True
 
-    def _host(self, shard: int) -> None:
-        why = ""
-        if not self.options.hosts:
-            why = "it comes with a key, and opens no port without keys"
-        elif self._hosted is not None and self._hosted.why_ended() is None:
-            why = "it serves another shard"
-        else:
-            try:
-                self._hosted = HostedBroker(shard, self.settings.shards, self.link.address)
-            except OSError as error:
-                why = str(error)
-        if why:
-            self.link.send(Host(shard, printable(why)))
+    def _host(self, host: Host) -> str:
+        """Serve a shard; return why it is not served, "" if it is."""
+        if self.options.hosts is None:
+            return "it looks on"
+        if self._hosted is not None and self._hosted.why_ended() is None:
+            return "it serves another shard"
+        server_key, pair = self.options.hosts.credentials
+        if (server_key is None or pair is None) != (not host.keys):
+            return "it opens no port without keys where it has one, nor one with keys where it has none"
+        if pair is not None and server_key is not None:
+            pair = replace(pair, server=server_key)
+        try:
+            self._hosted = HostedBroker(host.shard, self.settings.shards, self.link.address, pair, host.keys)
+        except OSError as error:
+            return str(error)
+        return ""
 
     def _request_units(self) -> None:
         if self.link.live and (request := self.units.request()) is not None:

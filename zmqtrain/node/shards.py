@@ -221,10 +221,10 @@ class ShardedNode:
         except HubUnreachable:
             if self._address(shard) == address:
                 raise HubUnreachable(
-                    f"the broker of shard {shard} is at {address}, says the first, and does not answer from here "
+                    f"the broker of shard {shard} is at {line.address}, says the first, and does not answer from here "
                     f"(waited {self._wait_seconds:g} s). If other PCs reach it at another address, start it with "
                     "--address tcp://HOST:PORT; and its firewall must let that port in",
-                    address,
+                    line.address,
                 ) from None
             self._lines.pop().close()  # it has gone meanwhile, or come back elsewhere
             return self._open(shard, obsolete)
@@ -307,7 +307,7 @@ class ShardedNode:
     def peek(self) -> Update | None:
         """See Exchange: of the brokers' next updates one that lands nothing of this node, or what it offered first."""
         for shard, line in enumerate(self._lines[1:], 1):  # a lost broker may be elsewhere by now, as the first says
-            if not line.live and self._address(shard) not in ("", line.address):
+            if not line.live and self._address(shard) not in ("", line.link.endpoint):
                 line.link.move(self._address(shard))
         waiting = [
             (max(update.landed, default=-1), shard, update)

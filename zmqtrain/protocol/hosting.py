@@ -9,11 +9,16 @@ Rule 3: the hub's machine follows each broker of a node, as its standby: what a 
 node that is about to leave says so first, so that no exchange has to wait.
 Rule 4: in a run that goes on from a checkpoint nobody is asked for `RETURN_SECONDS`: brokers that still serve come back
 by themselves.
+Rule 5: nodes hear where a shard is served once the hub's machine has reached that broker. One that it does not reach,
+because a firewall is closed, is sent away, and the next node is asked.
+Rule 6: where the hub has keys, a node that is asked gets the public keys that come in there, and again when they have
+changed. With its own key it registers the shard that it was asked for, and no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from zmqtrain.core.settings import AUTO_FRAGMENTS
 from zmqtrain.core.types import ModelSpec, PeerId, count_values
@@ -23,7 +28,8 @@ from zmqtrain.protocol.messages import Host
 
 HOST_SECONDS = 30.0
 RETURN_SECONDS = 30.0
-
+MOST_KEYS = 400
+"""Of more authorised keys no node is told: it would take a long head (rule 6)."""
 
 LEAST_VALUES = 1 << 14
 """A fragment of a shard has at least so many values: of fewer the heads would be a large part."""
@@ -37,31 +43,58 @@ def division(nodes: int, model: ModelSpec, fragments: int = AUTO_FRAGMENTS) -> i
     return next((shards for shards in (nodes + 1, nodes // 2 + 1) if shards <= most), 1)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A node that was asked. since: when.  voter: as in `Member`, its key."""
+
+    peer: PeerId
+    since: float
+    voter: str
+
+
 class Hosting:
-    """The first broker's part in who serves which shard. start_nodes: with which the run begins.  not_before: the time
-    before which nobody is asked."""
+    """The first broker's part in who serves which shard. start_nodes: with which the run begins.  not_before: in a run
+    that goes on, the time before which nobody is asked.
+
+    keys: the public keys that come in at the hub, with their names; {}: it has none; None: they are not read yet.
+    """
 
     def __init__(self, registry: ShardRegistry, start_nodes: int, not_before: float = 0.0) -> None:
-        self.registry, self._start_nodes, self._not_before = registry, start_nodes, not_before
-        self._asked: dict[int, tuple[PeerId, float]] = {}
+        self._start_nodes, self._not_before = start_nodes, not_before
+        self.keys: Mapping[str, str] | None = {}
+        self.divided(registry)
+        self._asked: dict[int, _Asked] = {}
         self._declined: set[PeerId] = set()
         self._here: set[int] = set()  # begun on this machine
         self._followed: set[int] = set()  # of these, as a standby
         self._complete = False  # each shard has been served or followed here
 
+    def divided(self, registry: ShardRegistry) -> None:
+        """Take it that these are the run's brokers. In one that goes on, nodes had reached all of them."""
+        registry.within_reach = set(range(registry.count) if self._not_before else ())
+        self.registry = registry
+
+    @property
+    def _within_reach(self) -> set[int]:
+        assert self.registry.within_reach is not None
+        return self.registry.within_reach
+
     def look(self, nodes: Sequence[Member], now: float, begun: bool = False) -> list[HubEffect]:
         """Return whom to ask and what to begin on this machine. nodes: that are here, in the order of their coming.
         begun: the run has parameters."""
-        addresses = self.registry.addresses
+        addresses = self.registry.registered
         served = [shard for shard in range(1, len(addresses)) if addresses[shard]]
         if not begun:  # a broker that was lost has left nothing: its shard is asked of another node
-            self._here -= {shard for shard in self._followed if not addresses[shard]}
+            lost = {shard for shard in self._followed if not addresses[shard]}
+            self._here -= lost
+            self._within_reach.difference_update(lost)
+            self._followed -= lost
         self._followed.update(shard for shard in served if shard not in self._here)
         effects: list[HubEffect] = [FollowShard(shard, addresses[shard]) for shard in served if shard not in self._here]
         self._here.update(served)
         self._declined.intersection_update([node.peer for node in nodes])  # or it grows with each node that ever came
         self._complete |= len(self._here) == len(addresses) - 1
-        if not (self._complete or len(nodes) >= self._start_nodes) or now < self._not_before:
+        if not (self._complete or len(nodes) >= self._start_nodes) or now < self._not_before or self.keys is None:
             return effects
         for shard in range(1, len(addresses)):
             if shard not in self._here and (effect := self._next(shard, [] if begun else nodes, now)) is not None:
@@ -69,27 +102,55 @@ class Hosting:
         return effects
 
     def _next(self, shard: int, nodes: Sequence[Member], now: float) -> HubEffect | None:
+        assert self.keys is not None, "looked at by `look`"
         here = {node.peer for node in nodes}
         if (asked := self._asked.get(shard)) is not None:
-            peer, since = asked
-            if peer in here - self._declined and now - since < HOST_SECONDS:
+            if asked.peer in here - self._declined and now - asked.since < HOST_SECONDS:
                 return None
-            self._declined.add(peer)
+            self._declined.add(asked.peer)
             del self._asked[shard]
-        taken = self._declined | {peer for peer, _ in self._asked.values()}
-        free = next((node.peer for node in nodes if node.peer not in taken), None)
-        if free is None:
+        taken = self._declined | {one.peer for one in self._asked.values()}
+        free = next((node for node in nodes if node.peer not in taken), None)
+        if free is None or len(self.keys) > MOST_KEYS:
             self._here.add(shard)
+            self._within_reach.add(shard)
             return ServeShard(shard)
-        self._asked[shard] = (free, now)
-        return SendTo(free, Host(shard))
+        self._asked[shard] = _Asked(free.peer, now, free.voter)
+        return SendTo(free.peer, Host(shard, keys=dict(self.keys)))
 
     def declines(self, peer: PeerId, host: Host) -> list[HubEffect]:
         """A node says that it does not serve a shard, or that it is about to leave one. It is believed too where nobody
         was asked for the shard: the broker of the node came back by itself, after a restart."""
         self._declined.add(peer)
-        who, _ = self._asked.get(host.shard, (peer, 0.0))
-        return [TakeShard(host.shard)] if host.leaves and who == peer and host.shard in self._here else []
+        asked = self._asked.get(host.shard)
+        its = asked is None or asked.peer == peer
+        return [TakeShard(host.shard)] if host.leaves and its and host.shard in self._here else []
+
+    def expects(self, shard: int, voter: str, now: float) -> bool:
+        """Return whether a broker with this key (as in `Member.voter`) may register a shard, though its key is not the
+        hub's: the node with that key was asked, or brokers that still serve come back."""
+        asked = self._asked.get(shard)
+        return now < self._not_before or (asked is not None and asked.voter == voter)
+
+    def authorise(self, keys: Mapping[str, str]) -> list[HubEffect]:
+        """Tell who serves a shard which keys come in from now on."""
+        before, self.keys = self.keys, keys
+        if before in (None, keys):
+            return []
+        return [SendTo(asked.peer, Host(shard, keys=dict(keys))) for shard, asked in self._asked.items()]
+
+    def reached(self, shard: int) -> None:
+        """The hub's machine has reached the broker of a shard that a node serves."""
+        self._within_reach.add(shard)
+
+    def out_of_reach(self, shard: int) -> PeerId | None:
+        """The hub's machine does not reach the broker of a shard. Return who is to be sent away, if nobody had reached
+        it before: the node is asked no more."""
+        if shard in self._within_reach:
+            return None
+        if (asked := self._asked.get(shard)) is not None:
+            self._declined.add(asked.peer)
+        return self.registry.holder(shard)
 
     def ended(self, shard: int) -> None:
         """What this machine had begun for a shard has ended; it is begun again if it is still needed."""

@@ -1189,7 +1189,7 @@ class Hub:
         self.replanning = Replanning(self.timetable, self._planner)
         self.shards = ShardRegistry(shards)
         if self.hosting is not None:
-            self.hosting.registry = self.shards
+            self.hosting.divided(self.shards)
 
     def _divide(self, now: float) -> list[HubEffect]:
         """Decide, once all nodes wait with which the run begins, among how many brokers the model is divided."""

@@ -53,6 +53,8 @@ from zmqtrain.protocol.pipelines import Share, is_covered
 
 RUN_OVER = "the run is over"
 """Reason of the first broker's Goodbye that ends the other brokers too; after any other reason they wait for it."""
+PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", re.ASCII)
+"""A public CURVE key (Z85), which the address of a broker carries that a node serves (`transport.address`)."""
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]*]+):[1-9]\d{0,4}", re.ASCII)
 """An address that nodes connect to."""
 MOST_WAITING = 64
@@ -84,10 +86,14 @@ def name_missing(shards: Sequence[str]) -> str:
 
 
 class ShardRegistry:
-    """The brokers of one run, as its first broker knows them. count: their number, with the first."""
+    """The brokers of one run, as its first broker knows them. count: their number, with the first.
+
+    within_reach: the shards whose brokers others are known to reach; None: all that are registered.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.within_reach: set[int] | None = None
         self._claims: dict[int, tuple[PeerId, str]] = {}
 
     def claim(self, peer: PeerId, claim: Claim) -> tuple[str, PeerId | None]:
@@ -97,13 +103,14 @@ class ShardRegistry:
             return "this broker has the whole model; start it with --shard 0/M to divide that among M brokers", None
         if not 1 <= shard <= last:
             return f"shard {shard}/{self.count}: the first has shard 0, the others have 1 to {last}", None
-        if not ADDRESS.fullmatch(claim.address):
+        address, _, key = claim.address.partition("#")
+        if not ADDRESS.fullmatch(address) or (key and not PUBLIC_KEY.fullmatch(key)):
             return f"{claim.address!r} is no address at which nodes reach it: --address tcp://HOST:PORT", None
-        holder, address = self._claims.get(shard, (peer, claim.address))
-        if holder != peer and address != claim.address:
+        holder, former = self._claims.get(shard, (peer, claim.address))
+        if holder != peer and former != claim.address:
             text = (
-                f"shard {shard}/{self.count} has a broker already, at {address}: stop that one first, or take another "
-                "shard (one that has just died is forgotten within seconds)"
+                f"shard {shard}/{self.count} has a broker already, at {former.partition('#')[0]}: stop that one first, "
+                "or take another shard (one that has just died is forgotten within seconds)"
             )
             return text, None
         self.forget(peer)
@@ -115,11 +122,21 @@ class ShardRegistry:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """By shard the address of its broker, "" if it has none, and for the first; () where there is one broker, or
-        it is not decided yet how many there are."""
+        """By shard the address of its broker, "" if it has none within reach, and for the first; () where there is one
+        broker, or it is not decided yet how many there are."""
+        seen = self.within_reach
+        return tuple("" if seen is not None and n not in seen else one for n, one in enumerate(self.registered))
+
+    @property
+    def registered(self) -> tuple[str, ...]:
+        """The same, within reach or not."""
         if self.count <= 1:
             return ()
         return tuple(self._claims.get(shard, ("", ""))[1] for shard in range(self.count))
+
+    def holder(self, shard: int) -> PeerId | None:
+        """Return the broker of a shard, None if it has none."""
+        return self._claims[shard][0] if shard in self._claims else None
 
 
 class MemberState(Enum):

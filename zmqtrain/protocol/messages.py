@@ -322,12 +322,16 @@ class Credit(Message, frozen=True):
 
 
 class Host(Message, frozen=True):
-    """The first of several brokers to a node: serve this shard from your PC. Node to the first: I do not, and why; or,
-    leaves, I have served it, and am about to leave."""
+    """The first of several brokers to a node: serve this shard from your PC; and once more when `keys` have changed.
+    Node to the first: I do not, and why; or, leaves, I have served it, and am about to leave.
+
+    keys: the public keys that come in there, with their names; {}: the run has no keys.
+    """
 
     shard: int
     text: str = ""
     leaves: bool = False
+    keys: dict[str, str] = {}
 
 
 class Preempt(Message, frozen=True):

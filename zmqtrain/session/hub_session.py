@@ -48,7 +48,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.session.environment import EffectQueue, clock, environment
 from zmqtrain.session.unequal import cannot_join, with_upgrade
-from zmqtrain.transport.address import say_addresses
+from zmqtrain.transport.address import say_addresses, split_key
 from zmqtrain.transport.pacing import Gate, LinkShare, Reservation, TokenBucket, Use
 
 logger = logging.getLogger(__name__)
@@ -361,7 +361,7 @@ class HubSession:
         share: LinkShare | None = None,
         meanwhile: str = "Training goes on alone",
     ) -> None:
-        self.peer, self.address, self.listener = peer, address, listener
+        self.peer, self.endpoint, self.listener = peer, address, listener
         self.share = share or LinkShare()
         self.bytes_received = self.messages_received = self.publishes = 0
         self.linger_seconds = 1.0
@@ -417,13 +417,18 @@ class HubSession:
                 self._thread.join(10.0)
 
     @property
+    def address(self) -> str:
+        """Where the hub is looked for now, for people."""
+        return split_key(self.endpoint)[0]
+
+    @property
     def live(self) -> bool:
         return self.peer.state is PeerState.LIVE
 
     @property
     def whereabouts(self) -> tuple[str, ...]:
         """The addresses at which the hub is looked for, in turn; the one to which it has moved, if it has."""
-        return self.peer.search.addresses if self.address in self.peer.search.addresses else (self.address,)
+        return self.peer.search.addresses if self.endpoint in self.peer.search.addresses else (self.endpoint,)
 
     @property
     def obstacle(self) -> str:
@@ -578,21 +583,26 @@ class HubSession:
 
     def _connect(self, address: str = "") -> None:
         """Reconnect, and drop what waits to be sent."""
-        self.address = address or self.address
+        self.endpoint = address or self.endpoint
         self._sender.clear(control=True)
         if self._reconnecting is None:
             self._sender.pause()
             self._reconnecting = asyncio.ensure_future(self._reconnect())
 
     def _move(self, address: str) -> None:
-        if address == self.address or not self.trouble[0] or self._reconnecting is not None:
+        if address == self.endpoint or not self.trouble[0] or self._reconnecting is not None:
             return
-        logger.info("%s looks for the hub, which was at %s, at %s from now on", self.peer.name, self.address, address)
+        logger.info(
+            "%s looks for the hub, which was at %s, at %s from now on",
+            self.peer.name,
+            self.address,
+            split_key(address)[0],
+        )
         self._connect(address)
 
     async def _reconnect(self) -> None:
         try:
-            await self._channel.reconnect(self.address)
+            await self._channel.reconnect(self.endpoint)
         finally:
             self._reconnecting = None
             self._sender.resume()
@@ -608,7 +618,7 @@ class HubSession:
             self._ready.set()
 
     async def _live(self) -> None:
-        self._channel: Channel = self._dialer.dial(self.address, self.peer.peer)
+        self._channel: Channel = self._dialer.dial(self.endpoint, self.peer.peer)
         self._channel.watch(lambda: self._do(lambda: self.carry_out(self.peer.gone(clock.monotonic()))))
         self._loop = asyncio.get_running_loop()
         coroutines = self._receive_forever(), self._sender.run(self._channel), self._follow_refusals()

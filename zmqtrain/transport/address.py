@@ -1,6 +1,8 @@
 """Read the addresses that users type, and say what to type instead where one cannot be used.
 
 Rule 1: an address is tcp://HOST:PORT, checked here and not left to libzmq, which takes tcp://*:99999 for another port.
+Rule 2: among programs it may carry the public key of the broker there, tcp://HOST:PORT#KEY, where that is not the
+hub's: of a shard that a node serves. People see it without.
 """
 
 from __future__ import annotations
@@ -32,6 +34,17 @@ def parse_address(address: str, example: str = "tcp://192.168.1.10:5555") -> tup
     return match[1].strip("[]"), 0 if match[2] == "*" else int(match[2])
 
 
+def with_key(address: str, key: bytes) -> str:
+    """Return an address that carries a public key (Z85)."""
+    return f"{address}#{key.decode()}"
+
+
+def split_key(address: str) -> tuple[str, bytes | None]:
+    """Return an address as people know it, and the public key that it carries, None for none."""
+    plain, _, key = address.partition("#")
+    return plain, key.encode() or None
+
+
 def answers(address: str, seconds: float) -> bool:
     """Return whether something listens at an address; waits so long at most."""
     try:
@@ -42,8 +55,8 @@ def answers(address: str, seconds: float) -> bool:
 
 
 def check_reachable(address: str) -> None:
-    """Raise ConfigError unless `address` is one to connect to."""
-    host, port = parse_address(address)
+    """Raise ConfigError unless `address` is one to connect to; it may carry a key."""
+    host, port = parse_address(split_key(address)[0])
     if host == "*" or port == 0:
         raise ConfigError(
             f"{address!r} says where to listen, not where to connect to: name the hub, for example"
@@ -66,7 +79,7 @@ def parse_addresses(text: str) -> tuple[str, ...]:
 
 def say_addresses(addresses: Sequence[str]) -> str:
     """Return the addresses as a sentence names them: "tcp://pc1:5555 or tcp://pc2:5555"."""
-    return " or ".join(addresses)
+    return " or ".join(split_key(address)[0] for address in addresses)
 
 
 def is_loopback(address: str) -> bool:
@@ -132,7 +145,7 @@ def say_unreachable(addresses: Sequence[str], seconds: float, obstacle: str) -> 
     where = say_addresses(addresses)
     if obstacle:
         return f"cannot come in at {where} (tried for {seconds:.3g} s): {obstacle}"
-    port = parse_address(addresses[0])[1]
+    port = parse_address(split_key(addresses[0])[0])[1]
     return (
         f"no broker answers at {where} (waited {seconds:g} s). Start one on the hub with `zmqtrain-broker --bind "
         f"tcp://*:{port}`, check the address and the port, and that the hub's firewall lets that one port in"

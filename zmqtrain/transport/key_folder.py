@@ -19,13 +19,13 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.transport.address import is_loopback, is_own_address, parse_address
+from zmqtrain.transport.address import is_loopback, is_own_address, parse_address, split_key
 from zmqtrain.transport.zmq_keys import (
     Credentials,
     CurveKeys,
@@ -94,6 +94,11 @@ class KeyFolder:
         pair.save(self.path, HUB)
         logger.info("made the keys of this hub in %s", self.path)
         return pair
+
+    @property
+    def outwards(self) -> CurveKeys:
+        """The pair with which a broker that has this folder comes to other brokers."""
+        return self.hub(make=False)
 
     # ------------------------------------------------------------------ who comes in
 
@@ -197,6 +202,35 @@ class KeyFolder:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make the folder of keys {self.path}: {error.strerror}") from error
+
+
+class LentKeys:
+    """What a broker has in place of a `KeyFolder` that a node serves: its port has a pair of its own, and it comes to
+    other brokers with its node's.
+
+    outwards: the node's pair, with the hub's public key.
+    """
+
+    def __init__(self, outwards: CurveKeys, authorised: Mapping[str, str]) -> None:
+        self.outwards, self._authorised, self._changes = outwards, dict(authorised), 0
+        self._port = CurveKeys.generate()
+
+    def hub(self, make: bool = True) -> CurveKeys:
+        """Return the pair of the port. make: as in `KeyFolder`."""
+        return self._port
+
+    def change(self, authorised: Mapping[str, str]) -> None:
+        """Take other public keys, with their names, as those that come in; from any thread."""
+        self._authorised = dict(authorised)
+        self._changes += 1
+
+    def stamp(self) -> Stamp:
+        """See KeyFolder."""
+        return (("lent", self._changes, 0, 0),)
+
+    def authorised(self) -> dict[str, str]:
+        """See KeyFolder."""
+        return self._authorised
 
 
 def _check_name(name: str) -> None:
@@ -323,7 +357,7 @@ def _load(path: Path) -> CurveKeys | None:
 
 def _is_here(address: str, host: str) -> bool:
     """Tell whether the first of these addresses is this machine's."""
-    first = address.partition(",")[0].strip()
+    first, _ = split_key(address.partition(",")[0].strip())
     there = parse_address(first)[0]
     if is_loopback(first) or there.partition(".")[0] == host:
         return True

@@ -34,7 +34,14 @@ import zmq.utils.garbage  # at exit it frees uncopied frames in flight: import i
 
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
 from zmqtrain.core.types import Buffer, Lane, PeerId
-from zmqtrain.transport.address import bind_error, check_reachable, connectable_host, is_own_address, parse_address
+from zmqtrain.transport.address import (
+    bind_error,
+    check_reachable,
+    connectable_host,
+    is_own_address,
+    parse_address,
+    split_key,
+)
 from zmqtrain.transport.admission import (
     EVERYBODY,
     NOTICES,
@@ -334,7 +341,10 @@ class DealerChannel:
         access: Access | None = None,
     ) -> None:
         check_reachable(address)
+        _, its_key = split_key(address)
         check_peer_id(peer)
+        if its_key is not None:
+            check_key("public", its_key)
         if server_key is None and keys is not None:
             raise ConfigError("keys without a server_key: the hub's public key is needed too (its file NAME.key)")
         if server_key is not None:
@@ -347,7 +357,7 @@ class DealerChannel:
         self.address, self.peer = address, peer
         self._access, self._life = access, first_life()
         self._unheard: list[tuple[Lane, Sequence[Buffer]]] = []  # sent before it is known whether a found key is used
-        self._tries_found_key = access.found is not None and not access.declined
+        self._tries_found_key = access.found is not None and not access.declined and its_key is None
         self._watches: list[ConnectionWatch] = []
         self.refused, self._broken, self._news = "", 0, Gate()
         self._retry: asyncio.TimerHandle | None = None
@@ -455,6 +465,7 @@ class DealerChannel:
 
     def _configure(self, socket: zmq.SyncSocket) -> None:
         server_key, keys = self._access.credentials
+        server_key = split_key(self.address)[1] or server_key
         if keys is not None and server_key is not None:
             socket.curve_serverkey = server_key
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -469,12 +480,13 @@ class DealerChannel:
             socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS
             self._configure(socket)
             self._watches.append(ConnectionWatch(socket, self))
-            socket.ipv6 = ":" in parse_address(self.address)[0]
+            address, _ = split_key(self.address)
+            socket.ipv6 = ":" in parse_address(address)[0]
             try:
-                socket.connect(self.address)
+                socket.connect(address)
             except zmq.ZMQError as error:
                 raise ConfigError(
-                    f"cannot connect to {self.address!r} ({error.strerror}); an address is, for example,"
+                    f"cannot connect to {address!r} ({error.strerror}); an address is, for example,"
                     " tcp://192.168.1.10:5555"
                 ) from error
 
