@@ -50,8 +50,10 @@ def test_a_key_that_is_revoked_is_cut_though_something_that_nobody_thought_of_wa
         if len(dismissed) == 1:
             raise RuntimeError("nobody thought of this")
 
+    host = SimpleNamespace(dismiss=dismiss, authorised=lambda names: None)
+
     async def main() -> None:
-        watch = asyncio.create_task(KeyWatcher(door, door, SimpleNamespace(dismiss=dismiss)).run())  # type: ignore[arg-type]
+        watch = asyncio.create_task(KeyWatcher(door, door, host).run())  # type: ignore[arg-type]
         while not door.known:
             await asyncio.sleep(0)
         del door.names["k1"]

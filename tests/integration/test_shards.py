@@ -22,6 +22,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.connect import connect
 from zmqtrain.node.node import Node
+from zmqtrain.protocol.limits import MOST_REFUSED
 
 QUICK = {"every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 0.5, "shards": 2}
 CALM = QUICK | {"lost_seconds": 10.0}
@@ -430,3 +431,55 @@ def test_a_registration_that_ends_frees_its_shard():
             with other(first.address, 1, 2) as hub:
                 assert hub.broker.hub.shard == 1
             places.wait_until_free(times)
+
+
+def test_a_node_that_diverges_begins_again_from_the_shared_parameters_of_all_shards(caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    with run_of(RunSettings(**CALM)) as (first, _):
+        good = Trainer(first.address, "pc-good", params=wide(), endless=True)
+        good.wait_until(lambda: shared(good))
+        poisoned = []
+
+        def move(before, after):
+            if bad.steps > 20 and not poisoned:
+                poisoned.append(bad.steps)
+                return {name: leaf * np.nan for name, leaf in after.items()}
+            return after
+
+        bad = Trainer(first.address, "pc-bad", params=wide(), endless=True, move=move)
+        bad.wait_until(lambda: poisoned and bad.steps > poisoned[0] + 100)
+        assert all(line.restarts.resets > 0 for line in bad.node._lines)
+        assert caplog.text.count("It begins again from the shared parameters") <= 2, "once a shard at most"
+        for trainer in (good, bad):
+            trainer.stop.set()
+        ends = [trainer.join() for trainer in (good, bad)]
+    for params in ends:
+        assert all(np.isfinite(leaf).all() for leaf in params.values())
+        assert loss(params, next(batches(10**6))) < loss(parameters(), next(batches(10**6))) / 2
+
+
+def test_a_node_that_one_shard_quarantines_trains_on_from_the_shared_parameters(caplog, monkeypatch):
+    monkeypatch.setattr("zmqtrain.protocol.limits.QUARANTINE_SECONDS", 1.0)
+    caplog.set_level(logging.INFO, "zmqtrain")
+    with run_of(RunSettings(**CALM)) as (first, other):
+        good = Trainer(first.address, "pc-good", params=wide(), endless=True)
+        bad = Trainer(first.address, "pc-bad", params=wide(), endless=True)
+        for trainer in (good, bad):
+            trainer.wait_until(lambda t=trainer: shared(t))
+        line, hub = bad.node._lines[1], other.broker.hub
+
+        def quarantine():
+            (member,) = [one for one in hub.members.values() if one.name == "pc-bad"]
+            for _ in range(MOST_REFUSED):
+                other.broker.core.carry_out(hub._offended(member, "corrupt", "as if", other.broker.core.now()))
+
+        other._loop.call_soon_threadsafe(quarantine)
+        bad.wait_until(lambda: line.restarts.resets > 0)
+        seen = line.statistics().version, bad.steps
+        bad.wait_until(lambda: line.statistics().version > seen[0] + 5 and bad.steps > seen[1] + 50)
+        assert all(one.restarts.resets > 0 for one in bad.node._lines)
+        for trainer in (good, bad):
+            trainer.stop.set()
+        for trainer in (good, bad):
+            trainer.join()
+    assert "is quarantined for" in caplog.text

@@ -21,7 +21,7 @@ from tests.stated import Stated
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import AggregateTimeout, JoinRefused
 from zmqtrain.core.types import ExchangeStatistics, LeafSpec, Part, Update
-from zmqtrain.node.offers import Offers
+from zmqtrain.node.offers import Offers, Restarts
 from zmqtrain.node.shards import ShardedNode
 from zmqtrain.node.units import UnitQueue
 from zmqtrain.train.sync import DelayedSync
@@ -55,7 +55,8 @@ class Hub:
         self.published.append(anchor)
         for line in self.lines:
             mine = [offer for owner, offer in taken if owner is line]
-            own = {f: [o for o in mine if o.fragment == f] for f in {o.fragment for o in mine}}
+            counts = [o for o in mine if o.sequence >= line.fresh]  # before that all is dropped
+            own = {f: [o for o in counts if o.fragment == f] for f in {o.fragment for o in counts}}
             sums = {f: self.cut(f, sum(np.concatenate(o.segments) for o in offers)) for f, offers in own.items()}
             landed = tuple(offer.sequence for offer in mine)
             line.inbox.append(Update(len(self.published) - 1, aggregate, sums, landed))
@@ -88,6 +89,8 @@ class FakeLine(Stated):
         self.address, self.peer_id, self.run = f"tcp://hub:{hub.shard}", f"pc#{hub.shard}", "run-1"
         self.inbox, self.offers, self.closed = deque(), Offers(), False
         self.peer = SimpleNamespace(founding=int(first))
+        self.link = SimpleNamespace(endpoint=self.address)
+        self.restarts, self.fresh = Restarts(), 0
         self.answers_later = self.wanted = False
         self.reached, self.founder, self.log = True, False, []
         self.units = UnitQueue(self.peer_id, self, threading.Condition())
@@ -132,6 +135,8 @@ class FakeLine(Stated):
         return None if self.founder else self.hub.snapshot()
 
     def next_fragments(self):
+        if self.restarts.begun:
+            return ()
         return self.offers.next_fragments(self.settings, self.settings.fragments, self.reached)
 
     def offer(self, fragment, segments, counts, **facts):
@@ -163,15 +168,25 @@ class FakeLine(Stated):
         if not self.inbox:
             return None
         self.offers.took(self.inbox[0])
+        if self.inbox[0].reset:
+            self.restarts.done(self.offers.next_sequence)
         return self.inbox.popleft()
 
-    def wait_update(self, seconds, sequence):
-        assert sequence in self.in_flight()
-        while (update := self.poll()) is None:
+    def await_update(self, seconds):
+        while not self.inbox:
             if not self.hub.waiting:
                 raise AggregateTimeout("nothing comes")
             self.hub.release()
-        return update
+
+    def wait_update(self, seconds, sequence):
+        assert sequence in self.in_flight()
+        self.await_update(seconds)
+        return self.poll()
+
+    def begin_again(self, diverged, **facts):
+        self.log.append(("again", diverged))
+        self.restarts.begun, self.fresh = True, self.offers.next_sequence
+        self.inbox.append(Update(len(self.hub.published) - 1, {}, {}, reset=True, **facts))
 
     def everyone_drained(self, broker):
         self.log.append(("drained", self.units.finished))
@@ -219,6 +234,7 @@ class Federation:
         node = sharded(first, lambda address: lines[int(address.rpartition(":")[2])])
         self.nodes.append(node)
         self.syncs.append(DelayedSync(node, tree(float(len(self.nodes)))))
+        self.syncs[-1].take_adoption()
         self.params.append(self.syncs[-1].params)
         self.computed.append({name: np.zeros(shape) for name, shape in SHAPES.items()})
 
@@ -279,6 +295,52 @@ def test_anchors_are_equal_bit_for_bit_and_nothing_is_lost_whatever_each_shard_d
         if len(world.nodes) == 2:  # from the first step: all that was computed has landed exactly once
             mean = sum(computed[name] for computed in world.computed) / 2
             np.testing.assert_allclose(world.params[0][name], 1.0 + mean, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@settings(max_examples=examples(12), derandomize=True)
+@given(events=st.lists(st.tuples(st.sampled_from([*HAPPENS, "again", "again"]), st.integers(0, 11)), max_size=40))
+def test_whichever_shard_begins_again_the_node_goes_on_from_the_shared_parameters_of_all(shards, events):
+    world = Federation(shards, 2, 2, delay=1)
+    for event, number in events:
+        node, hub = number % len(world.nodes), world.hubs[number % shards]
+        line = world.nodes[node]._lines[hub.shard]
+        if event == "step":
+            world.step(node, number)
+            sync = world.syncs[node]
+            if sync.take_adoption() is not None:
+                for name, leaf in sync.params.items():
+                    np.testing.assert_allclose(leaf, world.params[node][name], rtol=0, atol=1e-5)
+        elif event == "release":
+            hub.release()
+        elif event == "again" and not line.restarts.begun:
+            line.begin_again(True)
+        world.check()
+    for node in range(len(world.nodes)):
+        world.step(node, 1)
+        world.step(node, 1)
+    for hub in world.hubs:
+        hub.release()
+    drain(world)
+    world.check()
+    for name in SHAPES:
+        for params in world.params:
+            np.testing.assert_allclose(params[name], world.syncs[0].params[name], rtol=0, atol=1e-4)
+
+
+def test_what_one_shard_says_of_beginning_again_waits_for_the_others_and_is_one_update():
+    world = Federation(3, 1, 1, delay=8)
+    node = world.nodes[0]
+    world.step(0, 1)
+    world.hubs[2].release()
+    node._lines[1].begin_again(True, warm=True)
+    assert node.next_fragments() == (), "nothing is offered meanwhile"
+    before = node.poll()
+    assert before is not None and before.landed == (2,), "what had come before counts"
+    assert [("again", False) in line.log for line in node._lines] == [True, False, True]
+    again = node.peek()
+    assert again is not None and again.reset and again.warm and again.anchor is None
+    assert node.poll() is again and node.poll() is None and node.next_fragments() == (0, 1, 2)
 
 
 def drain(world):

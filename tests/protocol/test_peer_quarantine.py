@@ -43,14 +43,16 @@ def test_a_quarantine_that_meets_a_node_on_its_way_to_a_snapshot_resets_it_all_t
     assert peer.received(7) == [Deliver(snapshot(4, transfer=7), (), reset=True, warm=True)]
 
 
-def test_a_node_of_several_shards_drops_nothing_for_one_of_them():
+def test_a_node_of_several_shards_goes_on_from_a_snapshot_of_the_one_that_quarantines_it():
     peer = Peer("a#1", "a")
     peer.start(0.0)
     peer.receive(welcome(settings=RunSettings(shards=2, initial="founder", every=3, delay=2)), 0.0)
     peer.join(MODEL, 0.0)
     peer.receive(snapshot(3), 0.0)
     peer.received(1000)
-    assert peer.receive(Quarantine("norm", "too large", 10.0), 5.0) == []
+    assert peer.receive(Quarantine("norm", "too large", 10.0), 5.0) == [Send(Fetch(-1, WIRE))]
+    peer.receive(snapshot(4, transfer=7), 5.5)
+    assert peer.received(7) == [Deliver(snapshot(4, transfer=7), (), reset=True, warm=True)]
     assert peer.state is PeerState.LIVE and peer.quarantined_until == 15.0
 
 

@@ -607,7 +607,8 @@ class Node(NullListener):
                 self._events.applied(update)
         return update
 
-    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
+    def await_update(self, timeout_seconds: float) -> None:
+        """Wait until an update is here. Raises AggregateTimeout, and what has failed."""
         until = self.clock.monotonic() + timeout_seconds
         while not self.wait(
             lambda: len(self.inbox) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - self.clock.monotonic()))
@@ -620,9 +621,20 @@ class Node(NullListener):
                     "which does not"
                 )
             logger.info("%s waits for the aggregate after version %d: %s", self.name, self.offers.version, waiting)
+
+    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
+        self.await_update(timeout_seconds)
         update = self.poll()
         assert update is not None
         return update
+
+    def begin_again(self, diverged: bool) -> None:
+        """Drop what is pending at this broker too, as another of several begins again from the shared parameters.
+        diverged: it counts as a divergence."""
+        if diverged:
+            self.restarts.begin(self.settings)
+        self.restarts.begun = True
+        self.in_codec(lambda: self.on_decoded(self.inbox.restart(self.codec.joined_coder, self.offers.version)))
 
     def batches(self, source: Source[Batch]) -> Iterator[Batch]:
         """Give the batches of the data units that the broker deals to this node, until the run is over.
@@ -747,9 +759,6 @@ class Node(NullListener):
             f"{self.name} is quarantined for {quarantine.seconds:.0f} s: the broker has refused too much of what it "
             f"sent ({quarantine.reason}: {quarantine.text})"
         )
-        if self.settings.shards > 1:
-            self.on_failed(ZmqTrainError(f"{text}. Start this node again: it takes the shared parameters"))
-            return
         advice = "If that happens again, look at its learning rate, its memory, its card and its cable"
         logger.warning("%s. It begins again from the shared parameters, and trains on meanwhile. %s", text, advice)
 

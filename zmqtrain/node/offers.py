@@ -117,8 +117,8 @@ class Restarts:
     """Decides whether a node with diverged training restarts from the shared parameters, or ends.
 
     A node that diverges `MOST_RESTARTS` times with fewer than `HEALTHY_OFFERS` applied in between ends with an error.
-    It never begins again in strict mode, whose bits must not depend on a failure, nor with several brokers, each of
-    which has a part of the parameters: there a person starts the node again.
+    It never begins again in strict mode, whose bits must not depend on a failure: there a person starts it again. Of
+    several brokers each line has its own; all of them begin again together (`ShardedNode`).
 
     begun: from the divergence until the training thread has begun again.  resets: how often it has.
     """
@@ -134,7 +134,7 @@ class Restarts:
 
     def begin(self, settings: RunSettings) -> bool:
         """Record that training has diverged; return whether the node begins again (else it ends)."""
-        if settings.mode == "strict" or settings.shards > 1:
+        if settings.mode == "strict":
             return False
         self._count, self._landed = self._count + 1, 0
         self.begun = self._count < MOST_RESTARTS

@@ -3,6 +3,8 @@
 The first broker has the settings, the data units, the roster and the run's name; it says where the others are.
 Fragment f of shard i is i * fragments + f here, and its offer s is s * brokers + i.
 A lost broker costs its shard's exchange until it is back, at whatever address, and nothing else.
+A node that begins again from the shared parameters, because its training has diverged or a broker says so, does it in
+all shards at once: what one broker has of that waits until the others have theirs, and nothing is offered meanwhile.
 The run begins at the first broker last: the node that is asked for the initial parameters gives the others theirs
 before it answers, and a node that joins asks the others only when it takes part at the first. So if the first broker
 has parameters, all have, and of one node.
@@ -19,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from zmqtrain.codecs.fragment import WholeLayout
-from zmqtrain.core.errors import HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
+from zmqtrain.core.errors import AggregateTimeout, HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import Dialer, Layout, Population
 from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import (
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.01
 """How often a node looks, while it joins, whether it may go on."""
 SAY_AGAIN_SECONDS = 5.0
+ALL = -1
+"""In place of a shard: all of them."""
 SUMMED = ("bytes_sent", "bytes_received", "encode_seconds", "decode_seconds", "publishes", "publishes_refused")
 """The figures of a node that are sums over its brokers."""
 
@@ -62,6 +66,7 @@ class ShardedNode:
         self._fragments = 0
         self._layout: WholeLayout | None = None
         self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
+        self._followers: set[int] = set()  # shards that begin again because another does
         first.answers_later, first.idle = True, self._tell_idle
         # the first broker deals the data units, and hears the reports
         self.batches, self.batches_as_they_come = first.batches, first.batches_as_they_come
@@ -285,6 +290,8 @@ class ShardedNode:
         return states[0]._replace(in_flight=tuple(in_flight), unreachable=tuple(unreachable), wanted=False)
 
     def next_fragments(self) -> tuple[int, ...]:
+        if any(front is not None and front.reset for front in self._fronts()):
+            return ()
         return tuple(
             shard * self._fragments + fragment
             for shard, line in enumerate(self._lines)
@@ -309,10 +316,17 @@ class ShardedNode:
         for shard, line in enumerate(self._lines[1:], 1):  # a lost broker may be elsewhere by now, as the first says
             if not line.live and self._address(shard) not in ("", line.link.endpoint):
                 line.link.move(self._address(shard))
+        fronts = self._fronts()
+        if begun := [front for front in fronts if front is not None and front.reset]:
+            self._all_begin_again(begun)
+            if len(begun) == len(self._lines):
+                if self._next is None or self._next[0] != ALL:
+                    self._next = (ALL, begun[0], self._joined(begun))
+                return self._next[2]
         waiting = [
-            (max(update.landed, default=-1), shard, update)
-            for shard, line in enumerate(self._lines)
-            if (update := line.peek()) is not None
+            (max(front.landed, default=-1), shard, front)
+            for shard, front in enumerate(fronts)
+            if front is not None and not front.reset
         ]
         if not waiting:
             return None
@@ -327,14 +341,54 @@ class ShardedNode:
         assert self._next is not None
         shard, expected, update = self._next
         self._next = None
+        if shard == ALL:
+            self._followers.clear()
+            for line in self._lines:
+                line.poll()
+            return update
         taken = self._lines[shard].poll()
         assert taken is expected, "only the training thread takes updates"
         return update
 
     def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
-        inside, shard = divmod(sequence, self._count)
+        shard = sequence % self._count
+        line = self._lines[shard]
         self._next = None
-        return self._here(shard, self._lines[shard].wait_update(timeout_seconds, inside))
+        line.await_update(timeout_seconds)
+        front = line.peek()
+        if front is None or not front.reset:
+            return self._here(shard, line.wait_update(timeout_seconds, sequence // self._count))
+        until = self.clock.monotonic() + timeout_seconds
+        while (update := self.poll()) is None:
+            if self.clock.monotonic() >= until:
+                raise AggregateTimeout(
+                    f"{self.name} begins again, and not all of its lines did in {timeout_seconds:g} s"
+                )
+            self.clock.sleep(LOOK_SECONDS)
+        return update
+
+    def _fronts(self) -> list[Update | None]:
+        return [line.peek() for line in self._lines]
+
+    def _all_begin_again(self, begun: Sequence[Update]) -> None:
+        """Have each line begin again, as some have. begun: their updates, which say so."""
+        diverged = not all(update.warm for update in begun)
+        for shard, line in enumerate(self._lines):
+            front = line.peek()
+            if (front is None or not front.reset) and not line.restarts.begun:
+                self._followers.add(shard)
+                line.begin_again(diverged)
+
+    def _joined(self, fronts: Sequence[Update]) -> Update:
+        """Return one update with which this node begins again, of those of all lines."""
+        here = [self._here(shard, front) for shard, front in enumerate(fronts)]
+        parts = [part for front in here for part in front.anchor or ()]
+        return replace(
+            here[0],
+            landed=tuple(sequence for front in here for sequence in front.landed),
+            anchor=parts or None,
+            warm=all(front.warm for shard, front in enumerate(here) if shard not in self._followers),
+        )
 
     def _here(self, shard: int, update: Update) -> Update:
         """Return an update of one broker in the numbers of this exchange."""

@@ -658,7 +658,7 @@ class Hub:
             effects.append(SendTo(member.peer, self.roster(now)))
         over = member.quarantined and not self.quarantines.rest(member.peer, now)
         member.quarantined = self.quarantines.rest(member.peer, now) > 0
-        if over and member.state is MemberState.LIVE and self.settings.shards == 1:
+        if over and member.state is MemberState.LIVE:
             # its pending delta since then is the offence of its quarantine many times over
             effects.append(_restart(member, OVER))
         return effects

@@ -520,8 +520,7 @@ class Peer:
                 self.timetable.add(message)
             case Quarantine(reason, _, seconds):
                 self.quarantined_until = now + seconds
-                several = self.settings is not None and self.settings.shards > 1  # each has a part only
-                if seconds > 0 and (self.state, Quarantine) in PEER_TRANSITIONS and not several:
+                if seconds > 0 and (self.state, Quarantine) in PEER_TRANSITIONS:
                     self.following.restart(warm=reason in KEEPS_OPTIMIZER)
                     return self._resync(Quarantine)
             case Refused():

@@ -498,7 +498,7 @@ class DelayedSync:
             return leaves
         if update.reset:
             if update.anchor is not None:
-                self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
+                self._anchor = self._moves.place(whole_leaves(self._model, update.anchor, self._anchor))
             leaves = self._moves.parameters(self._anchor)
             if not update.warm:
                 self._adoption = Adoption(update.optimizer_state)
