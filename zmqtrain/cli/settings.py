@@ -166,9 +166,10 @@ class RunOptions(CheckpointOptions, FileOptions, RunSettings):
     fragments: Fragments = AUTO_FRAGMENTS
     """Each exchange carries one of so many parts of the model, in turn; auto: each carries the whole model in a few
     parts, and the aggregate of the first comes down while the others go up."""
-    shards: Shards = 1
+    shards: Shards = AUTO_SHARDS
     """The model is divided among so many brokers; auto: one, and one on each node's PC where more than four nodes begin
-    together, without keys, and the model is large enough: the hub decides when they have come."""
+    together (--start-nodes), all deltas count (aggregate mean, selection all), and the model is large enough: the hub
+    decides when they have come. These PCs are trusted as the hub is; 1: the hub alone."""
     pipeline: PipelinePCs = 0
     """Each node is a pipeline of so many PCs, for a model that one cannot hold; auto: of as few as hold it; 0: each PC
     has the whole model."""

@@ -134,10 +134,11 @@ class RunSettings:
     fragments: int = AUTO_FRAGMENTS
     """Each exchange carries one of so many parts of the model, in turn; 0 (auto): each exchange carries the whole model
     in a few parts, and the aggregate of the first comes down while the others go up."""
-    shards: int = 1
+    shards: int = AUTO_SHARDS
     """The model is divided among so many brokers: each has a share of it, equal in bytes, and an exchange goes to all
-    of them. 0 (auto): one, and one on each node's PC where more than four nodes begin together, without keys, and the
-    model is large enough; the hub decides when they have come."""
+    of them. 0 (auto): one; and one on each node's PC where more than four nodes begin together (start_nodes), all
+    deltas count (aggregate mean, selection all), and the model is large enough. The hub decides when they have come.
+    These PCs are trusted as the hub is; 1: the hub alone."""
     pipeline: int = 0
     """Each node is a pipeline of so many PCs, for a model that one cannot hold; "auto": of as few as hold it; 0: each
     PC has the whole model."""
@@ -295,6 +296,7 @@ class RunSettings:
         """Whether auto may mean several brokers."""
         begins = self.initial == "founder" or (self.initial == "best" and self.fresh_moments)
         plain = self.mode == "default" and self.elastic == 1 and not self.pipeline
+        plain &= self.aggregate == "mean" and self.selection == "all"  # else nodes are not trusted with more
         return self.start_nodes > UNDIVIDED_NODES and begins and plain
 
     @property
