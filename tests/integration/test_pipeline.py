@@ -183,7 +183,7 @@ def test_the_parameters_of_another_stage_are_refused_in_words(
     hub: str, stages: Split, params: Any, batches: list[Any]
 ) -> None:
     def make(comm: zt.Communicator) -> Any:
-        with zt.Pipeline(comm, stages, stages[comm.rank].own(params), ranks=[0, 2, 1]) as pipeline:
+        with zt.Pipeline(comm, stages.at_ranks([0, 2, 1]), stages[comm.rank].own(params)) as pipeline:
             return pipeline.step(batches[0])
 
     first, second, third = on_all(hub, "another", make)

@@ -300,9 +300,8 @@ class ElasticPipeline:
         layout, stage = self._layout, self.stage
         own, placement = tree_of(stage, layout.own.values), layout.placement
         pipeline = Pipeline(
-            layout.comm, placement.stages, own, self._optimizer, ranks=placement.ranks,
-            schedule=placement.measured.schedule, **self._settings,
-        )  # fmt: skip
+            layout.comm, placement.stages, own, self._optimizer, schedule=placement.measured.schedule, **self._settings
+        )
         pipeline.placement = placement
         if self._steps_done and pipeline.run.optimizer is not None:
             pipeline.run.optimizer.restart(pipeline.own, self._steps_done)

@@ -27,7 +27,7 @@ import json
 import logging
 import queue
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -114,12 +114,13 @@ class Pipeline:
     """The stage of this PC. All ranks make one, with the same stages and settings, and call the same methods.
 
     comm: as many ranks as there are stages; the caller closes it, and its timeout is that of each wait.
-    own: the stage's own parameters (`stages[comm.rank].init`, or `.own` of a whole tree).  optimizer: of the own
-    parameters; None: they stay.  schedule: "1f1b", "gpipe", "2bw", or a `Schedule`.  codec: of what travels: "bf16",
-    "int8", "int4", or "float32", which changes nothing.  ranks: of each stage, the rank that computes it; None: stage r
-    is at rank r.  clip_norm: the largest norm of the gradients of all stages together, as optax.clip_by_global_norm has
-    it; 0: they are not clipped.  optimizer_on: where the optimizer's state lies: "device", with the parameters; "host",
-    in the PC's memory, which leaves a card to parameters and gradients; or a folder, in whose file it takes no memory.
+    stages: stage r is at rank r, or as `Split.at_ranks` has said.  own: the stage's own parameters
+    (`stages[comm.rank].init`, or `.own` of a whole tree).  optimizer: of the own parameters; None: they stay.
+    schedule: "1f1b", "gpipe", "2bw", or a `Schedule`.  codec: of what travels: "bf16", "int8", "int4", or "float32",
+    which changes nothing.  clip_norm: the largest norm of the gradients of all stages together, as
+    optax.clip_by_global_norm has it; 0: they are not clipped.  optimizer_on: where the optimizer's state lies:
+    "device", with the parameters; "host", in the PC's memory, which leaves a card to parameters and gradients; or a
+    folder, in whose file it takes no memory.
 
     Raises ConfigError for another number of ranks, for settings in which the ranks differ, for an optimizer that looks
     at several leaves at once, and as `Split` and `Schedule` do; ModelMismatch for other parameters than the stage's;
@@ -138,7 +139,6 @@ class Pipeline:
         *,
         schedule: ScheduleName | Schedule = "1f1b",
         codec: str = "bf16",
-        ranks: Sequence[int] | None = None,
         clip_norm: float = 0.0,
         optimizer_on: OptimizerOn = "device",
     ) -> None:
@@ -149,9 +149,9 @@ class Pipeline:
             )
         if optimizer is not None:
             check_separable(optimizer, stages.traced.params)
-        self.ranks = tuple(range(comm.size)) if ranks is None else tuple(ranks)
+        self.ranks = tuple(range(comm.size)) if stages.ranks is None else stages.ranks
         if sorted(self.ranks) != list(range(comm.size)):
-            raise ConfigError(f"ranks names each rank from 0 to {comm.size - 1} once, got {list(self.ranks)}")
+            raise ConfigError(f"at_ranks names each rank from 0 to {comm.size - 1} once, got {list(self.ranks)}")
         self.comm, self.stages, self.stage = comm, stages, stages[self.ranks.index(comm.rank)]
         self.schedule, self.boundary = as_schedule(schedule), Boundary(codec)
         self._clip_norm = check_clip_norm(clip_norm)
@@ -217,7 +217,7 @@ class Pipeline:
         logger.info("%s", placement)
         own = training.init(placement.stages[placement.ranks.index(comm.rank)])
         schedule = placement.measured.schedule
-        pipeline = cls(comm, placement.stages, own, optimizer, schedule=schedule, ranks=placement.ranks, **settings)
+        pipeline = cls(comm, placement.stages, own, optimizer, schedule=schedule, **settings)
         pipeline.placement = placement
         return pipeline
 

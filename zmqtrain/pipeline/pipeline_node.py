@@ -743,9 +743,8 @@ class PipelineNode:
         begun = self._with_borrowed(self._sync.start)
         self._sync.take_adoption()
         self._pipeline = Pipeline(
-            comm, placement.stages, begun, self._optimizer, ranks=placement.ranks,
-            schedule=placement.measured.schedule, **self._settings,
-        )  # fmt: skip
+            comm, placement.stages, begun, self._optimizer, schedule=placement.measured.schedule, **self._settings
+        )
         self._pipeline.placement = placement
         self._built += 1
         logger.info("%s", placement)

@@ -101,7 +101,7 @@ class Measured:
             return replace(self, moving_bytes=moving).placed(pcs)
         names = [pc.name for pc in pcs]
         ranks = tuple(names.index(stage.pc) for stage in plan.stages)
-        return Placement(stages=stages, ranks=ranks, measured=self, plan=plan)
+        return Placement(stages=stages.at_ranks(ranks), ranks=ranks, measured=self, plan=plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ Source: GPipe (Huang et al. 2019); stages as backward slices of a traced program
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,10 @@ class Split(Sequence[Stage]):
 
     cuts: between them.  micro_batches: into how many parts a batch is cut.  uncut: paths of the leaves of a batch that
     every micro-batch gets whole.  batch: the form of a whole batch.
+    ranks: of each stage, the rank that computes it; None: stage r is at rank r.
     """
+
+    ranks: tuple[int, ...] | None = None
 
     def __init__(self, traced: TracedLoss, stages: Sequence[Stage], cuts: Sequence[Cut], batches: MicroBatches) -> None:
         self.traced, self.stages, self.cuts, self.batches = traced, tuple(stages), tuple(cuts), batches
@@ -64,6 +68,12 @@ class Split(Sequence[Stage]):
     def micro_batches(self) -> int:
         """Into how many parts a batch is cut."""
         return self.batches.count
+
+    def at_ranks(self, ranks: Sequence[int]) -> Split:
+        """Return the same stages, each computed by the rank that is named in its place."""
+        placed = copy.copy(self)
+        placed.ranks = tuple(ranks)
+        return placed
 
     def own(self, params: Any) -> list[Any]:
         """Return the own parameters of each stage out of a whole tree."""
