@@ -77,6 +77,7 @@ RULE_OF_TYPE: dict[Any, str] = {
     dict[str, Scalar]: "scalars",
     tuple[dict[str, Scalar], ...]: "rows",
     dict[str, float]: "scores",
+    dict[str, str]: "names",
     dict[str, float] | None: "maybe-scores",
     tuple[WireLeaf, ...]: "model",
     tuple[WireProcess, ...]: "processes",
