@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from zmqtrain.core.errors import HubUnreachable, JoinRefused
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node.connect import connect
+from zmqtrain.node.shards import ShardedNode
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.address import split_key
 from zmqtrain.transport.key_folder import KeyFolder
@@ -199,6 +200,32 @@ def test_a_node_whose_port_the_hub_does_not_reach_serves_nothing_and_another_doe
             trainer.join()
     assert "does not reach it" in caplog.text and "this machine does" in caplog.text
     assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(wide())
+
+
+def test_a_shard_whose_broker_a_later_node_does_not_reach_is_taken_over_by_the_hub(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    monkeypatch.chdir(tmp_path)
+    with broker(RunSettings(**SETTINGS, shards=2), checkpoint=tmp_path / "hub", hosting=True) as first:
+        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: exchanged(t, 2))
+        served_at, open_line = trainers[0].node._first.shards[1], ShardedNode.open_line
+
+        def past_a_firewall(self, address):
+            self._wait_seconds = 2.0 if address == served_at else 10.0
+            return open_line(self, "tcp://127.0.0.1:1" if address == served_at else address)
+
+        monkeypatch.setattr(ShardedNode, "open_line", past_a_firewall)
+        late = Trainer(first.address, "pc-3", params=wide(), endless=True)
+        for trainer in (late, *trainers):
+            trainer.wait_until(lambda t=trainer: exchanged(t, 2))
+            line = taken_over(trainer)
+            seen = line.statistics().version
+            trainer.wait_until(lambda line=line, seen=seen: line.statistics().version > seen + 5)
+        for trainer in (late, *trainers):
+            trainer.stop.set()
+        for trainer in (late, *trainers):
+            trainer.join()
 
 
 def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by_itself(tmp_path, monkeypatch, caplog):

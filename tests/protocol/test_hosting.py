@@ -373,6 +373,30 @@ def test_what_the_hubs_machine_serves_is_within_reach_and_so_is_all_of_a_run_tha
     assert registry.addresses == ("", ONE)
 
 
+def test_a_broker_that_a_node_does_not_reach_is_sent_away_and_once_the_run_has_begun_taken_over():
+    registry, hosting = served()
+    assert hosting.unreached(Host(1, unreached=ONE), begun=True) == ([TakeShard(1)], None)
+    assert hosting.unreached(Host(1, unreached=ONE), begun=False) == ([], "broker#1")
+    registry.forget("broker#1")
+    assert hosting.look(nodes_of("a", "b", "c"), 2.0) == asks(("c", 1))
+
+
+@pytest.mark.parametrize(
+    "host", [Host(1, unreached=TWO), Host(3, unreached=ONE), Host(0, unreached=""), Host(9), Host(-1)]
+)
+def test_who_speaks_of_another_broker_than_there_is_changes_nothing(host):
+    _, hosting = served()
+    assert hosting.unreached(host, begun=True) == ([], None)
+
+
+def test_what_the_hubs_machine_serves_or_has_taken_over_is_left_there_whoever_does_not_reach_it():
+    registry, hosting = hosting_of(shards=2, start_nodes=1)
+    hosting.declines("a", Host(1))
+    hosting.look(nodes_of("a"), 0.0)
+    register(registry)
+    assert hosting.unreached(Host(1, unreached=ONE), begun=False) == ([], None)
+
+
 # ---------------------------------------------------------------------- rule 6: keys
 
 
@@ -507,6 +531,18 @@ def test_the_first_takes_over_what_a_node_serves_that_leaves():
     hub.receive("m2#1", Goodbye(), 0.6)
     hub.receive("hub#1", Hello("m", "broker", shard=2, address="tcp://hub:9999"), 0.7)
     assert begun(hub.tick(0.8)) == [], "what it serves itself is not followed"
+
+
+def test_the_first_sends_a_broker_away_that_a_node_does_not_reach_and_asks_the_next_node():
+    hub = hub_of(shards=2)
+    join(hub, "a#1", "b#1", "c#1")
+    assert begun(hub.tick(0.1)) == [("a#1", 1)]
+    hub.receive("m1#1", Hello("m1", "broker", shard=1, address=ONE), 0.2)
+    hub.tick(0.3)
+    hub.hosting.reached(1)
+    effects = hub.receive("c#1", Host(1, unreached=ONE), 0.4)
+    assert told(effects, Refused)[0][0] == "m1#1" and "m1#1" not in hub.members
+    assert hub.roster(0.5).shards == ("", "") and begun(hub.tick(0.6)) == [("b#1", 1)]
 
 
 def test_a_hub_whose_brokers_are_started_by_hand_asks_nobody_and_takes_what_is_said():

@@ -628,6 +628,10 @@ class Node(NullListener):
         assert update is not None
         return update
 
+    def not_reached(self, shard: int, address: str) -> None:
+        """Tell the first broker that this node does not reach that of a shard, at this address."""
+        self.link.call(lambda: self.link.send(Host(shard, unreached=address)))
+
     def begin_again(self, diverged: bool) -> None:
         """Drop what is pending at this broker too, as another of several begins again from the shared parameters.
         diverged: it counts as a divergence."""

@@ -38,6 +38,7 @@ from zmqtrain.node.node import Node, open_node
 from zmqtrain.protocol.members import name_missing
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.hub_session import Solitude
+from zmqtrain.transport.address import split_key
 
 logger = logging.getLogger(__name__)
 
@@ -224,14 +225,8 @@ class ShardedNode:
         try:
             line.wait_welcome(self._wait_seconds)
         except HubUnreachable:
-            if self._address(shard) == address:
-                raise HubUnreachable(
-                    f"the broker of shard {shard} is at {line.address}, says the first, and does not answer from here "
-                    f"(waited {self._wait_seconds:g} s). If other PCs reach it at another address, start it with "
-                    "--address tcp://HOST:PORT; and its firewall must let that port in",
-                    line.address,
-                ) from None
-            self._lines.pop().close()  # it has gone meanwhile, or come back elsewhere
+            self._lines.pop().close()
+            self._wait_elsewhere(shard, address)
             return self._open(shard, obsolete)
         if (line.run, line.shard) != (self._first.run, shard):
             raise JoinRefused(
@@ -241,6 +236,20 @@ class ShardedNode:
                 "shard",
             )
         return line
+
+    def _wait_elsewhere(self, shard: int, address: str) -> None:
+        """Wait until a broker that is not reached is another's, or elsewhere, or gone. Raises HubUnreachable."""
+        if self._address(shard) == address:
+            self._first.not_reached(shard, address)
+        if self._wait(lambda: self._address(shard) != address, 2 * self._wait_seconds):
+            return
+        where, _ = split_key(address)
+        raise HubUnreachable(
+            f"the broker of shard {shard} is at {where}, says the first, and does not answer from here (waited "
+            f"{3 * self._wait_seconds:g} s). If other PCs reach it at another address, start it with --address "
+            "tcp://HOST:PORT; and its firewall must let that port in",
+            where,
+        )
 
     def open_line(self, address: str) -> Node:
         """Return the started node of a shard, at the broker at this address."""

@@ -10,7 +10,8 @@ node that is about to leave says so first, so that no exchange has to wait.
 Rule 4: in a run that goes on from a checkpoint nobody is asked for `RETURN_SECONDS`: brokers that still serve come back
 by themselves.
 Rule 5: nodes hear where a shard is served once the hub's machine has reached that broker. One that it does not reach,
-because a firewall is closed, is sent away, and the next node is asked.
+because a firewall is closed, is sent away, and the next node is asked. So is one that a node says it does not reach; in
+a run that has begun the hub's machine takes its shard over.
 Rule 6: where the hub has keys, a node that is asked gets the public keys that come in there, and again when they have
 changed. With its own key it registers the shard that it was asked for, and no other.
 """
@@ -125,6 +126,18 @@ class Hosting:
         asked = self._asked.get(host.shard)
         its = asked is None or asked.peer == peer
         return [TakeShard(host.shard)] if host.leaves and its and host.shard in self._here else []
+
+    def unreached(self, host: Host, begun: bool) -> tuple[list[HubEffect], PeerId | None]:
+        """A node does not reach a broker. Return what to do, and who is to be sent away; nothing for a broker that no
+        node serves."""
+        known, shard = self.registry.registered, host.shard
+        if not 0 < shard < len(known) or known[shard] != host.unreached or shard not in self._followed:
+            return [], None
+        if begun:
+            return [TakeShard(shard)], None
+        if (asked := self._asked.get(shard)) is not None:
+            self._declined.add(asked.peer)
+        return [], self.registry.holder(shard)
 
     def expects(self, shard: int, voter: str, now: float) -> bool:
         """Return whether a broker with this key (as in `Member.voter`) may register a shard, though its key is not the

@@ -1202,7 +1202,15 @@ class Hub:
         return [Divide(shards), Broadcast(self.roster(now)), *self._begun(self.initialization.go_on())]
 
     def _on_host(self, member: Member, host: Host, now: float) -> list[HubEffect]:
-        return [] if self.hosting is None else self.hosting.declines(member.peer, host)
+        if self.hosting is None:
+            return []
+        if not host.unreached:
+            return self.hosting.declines(member.peer, host)
+        effects, holder = self.hosting.unreached(host, self.version >= 0)
+        if holder is None:
+            return effects
+        text = f"{member.name} does not reach it"
+        return [SendTo(holder, Refused("shard", text)), *self.lose(self.members[holder], text, now)]
 
     def follow(self, planned: RunSettings) -> list[HubEffect]:
         """Plan as the first broker does, at another of several. planned: what holds there, or will."""

@@ -323,7 +323,8 @@ class Credit(Message, frozen=True):
 
 class Host(Message, frozen=True):
     """The first of several brokers to a node: serve this shard from your PC; and once more when `keys` have changed.
-    Node to the first: I do not, and why; or, leaves, I have served it, and am about to leave.
+    Node to the first: I do not, and why; or, leaves, I have served it, and am about to leave; or, unreached, I do not
+    reach its broker at this address.
 
     keys: the public keys that come in there, with their names; {}: the run has no keys.
     """
@@ -332,6 +333,7 @@ class Host(Message, frozen=True):
     text: str = ""
     leaves: bool = False
     keys: dict[str, str] = {}
+    unreached: str = ""
 
 
 class Preempt(Message, frozen=True):
