@@ -230,7 +230,7 @@ def test_what_the_broker_says_to_type_on_each_pc_works_there_as_it_is_printed(
     monkeypatch.setattr(broker.socket, "gethostname", lambda: "hub")
 
     def said(program: str) -> list[str]:
-        config = BrokerConfig(program=program, bind="tcp://*:5555", shards=2)
+        config = BrokerConfig(program=program, bind="tcp://*:5555", shard="0/2")
         return greeting(config, "run-1", -1, "tcp://127.0.0.1:5555", keys).splitlines()[1:]
 
     monkeypatch.setattr(installed.shutil, "which", lambda name: f"/usr/bin/{name}")
