@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,7 +186,8 @@ def test_with_keys_the_broker_of_a_node_lets_in_who_comes_in_at_the_hub_and_nobo
 def test_a_node_whose_port_the_hub_does_not_reach_serves_nothing_and_another_does(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zmqtrain.broker.serve.REACH_SECONDS", 1.0)
+    for name in ("REACH_SECONDS", "AGAIN_SECONDS"):
+        monkeypatch.setattr(f"zmqtrain.broker.serve.{name}", 1.0)
     begin = subprocess.Popen
     behind_a_firewall = ["--address", "tcp://127.0.0.1:1"]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: begin(command + behind_a_firewall, **options))
@@ -194,6 +196,10 @@ def test_a_node_whose_port_the_hub_does_not_reach_serves_nothing_and_another_doe
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 2))
         assert [hosts(trainer) for trainer in trainers] == [None, None]
+        here, steps = trainers[0].node._first.shards, trainers[0].steps
+        until = time.monotonic() + 4.0  # what has failed before is not begun again
+        trainers[0].wait_until(lambda: time.monotonic() > until and trainers[0].steps > steps)
+        assert trainers[0].node._first.shards == here and caplog.text.count("no node serves shard 1") == 1
         for trainer in trainers:
             trainer.stop.set()
         for trainer in trainers:
@@ -202,7 +208,7 @@ def test_a_node_whose_port_the_hub_does_not_reach_serves_nothing_and_another_doe
     assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(wide())
 
 
-def test_a_shard_whose_broker_a_later_node_does_not_reach_is_taken_over_by_the_hub(tmp_path, monkeypatch, caplog):
+def test_a_shard_whose_broker_two_later_nodes_do_not_reach_is_taken_over_by_the_hub(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.chdir(tmp_path)
     with broker(RunSettings(**SETTINGS, shards=2), checkpoint=tmp_path / "hub", hosting=True) as first:
@@ -216,15 +222,16 @@ def test_a_shard_whose_broker_a_later_node_does_not_reach_is_taken_over_by_the_h
             return open_line(self, "tcp://127.0.0.1:1" if address == served_at else address)
 
         monkeypatch.setattr(ShardedNode, "open_line", past_a_firewall)
-        late = Trainer(first.address, "pc-3", params=wide(), endless=True)
-        for trainer in (late, *trainers):
+        late = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-3", "pc-4")]
+        trainers += late
+        for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 2))
             line = taken_over(trainer)
             seen = line.statistics().version
             trainer.wait_until(lambda line=line, seen=seen: line.statistics().version > seen + 5)
-        for trainer in (late, *trainers):
+        for trainer in trainers:
             trainer.stop.set()
-        for trainer in (late, *trainers):
+        for trainer in trainers:
             trainer.join()
 
 

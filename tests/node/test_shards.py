@@ -333,7 +333,7 @@ def test_what_one_shard_says_of_beginning_again_waits_for_the_others_and_is_one_
     node = world.nodes[0]
     world.step(0, 1)
     world.hubs[2].release()
-    node._lines[1].begin_again(True, warm=True)
+    node._lines[1].inbox.append(Update(0, {}, {}, reset=True, warm=True))  # as its broker says
     assert node.next_fragments() == (), "nothing is offered meanwhile"
     before = node.poll()
     assert before is not None and before.landed == (2,), "what had come before counts"

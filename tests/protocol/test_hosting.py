@@ -9,7 +9,7 @@ from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Broadcast, Divide, FollowShard, SendTo, ServeShard, TakeShard
 from zmqtrain.protocol.groups import LATE_SECONDS
-from zmqtrain.protocol.hosting import HOST_SECONDS, LEAST_VALUES, MOST_KEYS, RETURN_SECONDS, Hosting, division
+from zmqtrain.protocol.hosting import HOST_SECONDS, LEAST_VALUES, RETURN_SECONDS, Hosting, division
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import Claim, Member, MemberState, ShardRegistry
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Host, Refused, Roster, Welcome, model_to_wire
@@ -340,14 +340,15 @@ def test_a_broker_that_the_hubs_machine_does_not_reach_is_sent_away_and_the_next
     register(registry)
     assert registry.addresses == ("", "") and registry.registered == ("", ONE)
     assert hosting.look(nodes_of("a", "b"), 1.0) == [FollowShard(1, ONE)]
-    assert hosting.out_of_reach(1) == "broker#1"
+    assert hosting.out_of_reach(1, TWO) is None, "that is said of another broker"
+    assert hosting.out_of_reach(1, ONE) == "broker#1"
     registry.forget("broker#1")
     assert hosting.look(nodes_of("a", "b"), 2.0) == asks(("b", 1))
     register(registry, 1, TWO, "broker#2")
     assert hosting.look(nodes_of("a", "b"), 3.0) == [FollowShard(1, TWO)]
-    hosting.reached(1)
+    hosting.reached(1, TWO)
     assert registry.addresses == ("", TWO)
-    assert hosting.out_of_reach(1) is None, "its nodes reach it, though this machine does not now"
+    assert hosting.out_of_reach(1, TWO) is None, "its nodes reach it, though this machine does not now"
 
 
 def test_a_broker_that_is_lost_before_the_run_begins_takes_its_reach_with_it():
@@ -355,7 +356,7 @@ def test_a_broker_that_is_lost_before_the_run_begins_takes_its_reach_with_it():
     hosting.look(nodes_of("a", "b"), 0.0)
     register(registry)
     hosting.look(nodes_of("a", "b"), 1.0)
-    hosting.reached(1)
+    hosting.reached(1, ONE)
     registry.forget("broker#1")
     hosting.look(nodes_of("a", "b"), 2.0)
     register(registry, 1, TWO, "broker#2")
@@ -375,8 +376,10 @@ def test_what_the_hubs_machine_serves_is_within_reach_and_so_is_all_of_a_run_tha
 
 def test_a_broker_that_a_node_does_not_reach_is_sent_away_and_once_the_run_has_begun_taken_over():
     registry, hosting = served()
-    assert hosting.unreached(Host(1, unreached=ONE), begun=True) == ([TakeShard(1)], None)
-    assert hosting.unreached(Host(1, unreached=ONE), begun=False) == ([], "broker#1")
+    assert hosting.unreached("c", Host(1, unreached=ONE), begun=True) == ([], None)
+    assert hosting.unreached("c", Host(1, unreached=ONE), begun=True) == ([], None), "one node may be at fault itself"
+    assert hosting.unreached("d", Host(1, unreached=ONE), begun=True) == ([TakeShard(1)], None)
+    assert hosting.unreached("c", Host(1, unreached=ONE), begun=False) == ([], "broker#1")
     registry.forget("broker#1")
     assert hosting.look(nodes_of("a", "b", "c"), 2.0) == asks(("c", 1))
 
@@ -386,7 +389,7 @@ def test_a_broker_that_a_node_does_not_reach_is_sent_away_and_once_the_run_has_b
 )
 def test_who_speaks_of_another_broker_than_there_is_changes_nothing(host):
     _, hosting = served()
-    assert hosting.unreached(host, begun=True) == ([], None)
+    assert [hosting.unreached(peer, host, begun=True) for peer in "cd"] == [([], None)] * 2
 
 
 def test_what_the_hubs_machine_serves_or_has_taken_over_is_left_there_whoever_does_not_reach_it():
@@ -394,7 +397,7 @@ def test_what_the_hubs_machine_serves_or_has_taken_over_is_left_there_whoever_do
     hosting.declines("a", Host(1))
     hosting.look(nodes_of("a"), 0.0)
     register(registry)
-    assert hosting.unreached(Host(1, unreached=ONE), begun=False) == ([], None)
+    assert hosting.unreached("a", Host(1, unreached=ONE), begun=False) == ([], None)
 
 
 # ---------------------------------------------------------------------- rule 6: keys
@@ -410,16 +413,27 @@ def keyed(*names):
     return nodes
 
 
-def test_nobody_is_asked_before_the_keys_are_read_and_who_is_asked_gets_them_and_again_when_they_change():
+def test_the_broker_of_a_node_is_told_the_keys_when_it_registers_and_when_they_change():
+    registry, hosting = hosting_of(shards=3)
+    hosting.keys = KEYS
+    hosting.look(keyed("a", "b"), 0.0)
+    register(registry)
+    assert hosting.registered("broker#1", 1, "key pc-a", of_hub=False) == [SendTo("broker#1", Host(1, keys=KEYS))]
+    assert hosting.authorise(dict(KEYS)) == [], "nothing has changed"
+    fewer = {key: name for key, name in KEYS.items() if name != "pc-b"}
+    assert hosting.authorise(fewer) == [SendTo("broker#1", Host(1, keys=fewer))]
+    registry.forget("broker#1")
+    assert hosting.authorise(KEYS) == [], "it is told when it registers again"
+    register(registry, peer="hub#1")
+    assert hosting.registered("hub#1", 1, "key hub", of_hub=True) == [] and hosting.authorise(fewer) == []
+
+
+def test_a_broker_that_registers_before_the_keys_are_read_is_told_them_then():
     registry, hosting = hosting_of(shards=2)
     hosting.keys = None
-    assert hosting.look(keyed("a", "b"), 0.0) == [] and hosting.authorise(KEYS) == []
-    assert hosting.look(keyed("a", "b"), 1.0) == [SendTo("a", Host(1, keys=KEYS))]
-    assert hosting.authorise(KEYS) == [], "nothing has changed"
     register(registry)
-    hosting.look(keyed("a", "b"), 2.0)
-    fewer = {key: name for key, name in KEYS.items() if name != "pc-b"}
-    assert hosting.authorise(fewer) == [SendTo("a", Host(1, keys=fewer))]
+    assert hosting.registered("broker#1", 1, "key pc-a", of_hub=False) == []
+    assert hosting.authorise(KEYS) == [SendTo("broker#1", Host(1, keys=KEYS))]
 
 
 def test_a_key_registers_the_shard_that_its_node_was_asked_for_and_no_other():
@@ -432,17 +446,21 @@ def test_a_key_registers_the_shard_that_its_node_was_asked_for_and_no_other():
     hosting.declines("a", Host(1))
     hosting.look(keyed("a", "b", "c"), 2.0)
     assert not hosting.expects(1, "key pc-a", 2.0) and hosting.expects(1, "key pc-c", 2.0)
+    hosting.registered("broker#1", 1, "key pc-c", of_hub=False)
+    hosting.registered("hub#1", 1, "key hub", of_hub=True)
+    assert not hosting.expects(1, "key pc-c", 3.0), "the hub has taken it over"
+
+
+def test_a_broker_that_came_back_after_a_restart_of_the_hub_may_register_later_too():
+    _, hosting = hosting_of(not_before=RETURN_SECONDS)
+    hosting.registered("broker#1", 1, "key pc-a", of_hub=False)
+    assert hosting.expects(1, "key pc-a", 2 * RETURN_SECONDS)
+    assert not hosting.expects(1, "key pc-b", 2 * RETURN_SECONDS)
 
 
 def test_in_a_run_that_goes_on_brokers_with_the_key_of_a_node_come_back_for_a_while():
     _, hosting = hosting_of(not_before=RETURN_SECONDS)
     assert hosting.expects(1, "key pc-a", RETURN_SECONDS - 1) and not hosting.expects(1, "key pc-a", RETURN_SECONDS)
-
-
-def test_with_too_many_keys_for_a_head_the_hubs_machine_serves_all():
-    _, hosting = hosting_of(shards=2)
-    hosting.keys = {f"{number:040}": "pc" for number in range(MOST_KEYS + 1)}
-    assert hosting.look(keyed("a", "b"), 0.0) == [ServeShard(1)]
 
 
 @pytest.mark.parametrize("address", [f"{ONE}#{'k' * 40}", ONE])
@@ -496,7 +514,9 @@ def test_the_first_follows_a_broker_that_registers_and_tells_nodes_where_it_is()
     (roster,) = [e.message for e in effects if isinstance(e, Broadcast) and isinstance(e.message, Roster)]
     assert roster.shards == ("", "", ""), "not before the hub's machine has reached it"
     assert begun(hub.tick(0.3)) == [FollowShard(1, ONE)] and begun(hub.tick(0.4)) == []
-    hub.hosting.reached(1)
+    hub.hosting.reached(1, TWO)
+    assert hub.roster(0.5).shards == ("", "", ""), "another address is another broker's"
+    hub.hosting.reached(1, ONE)
     assert hub.roster(0.5).shards == ("", ONE, "")
     hub.receive("m1#1", Goodbye(), 0.6)
     hub.receive("hub#1", Hello("m", "broker", shard=1, address=TWO), 0.7)
@@ -539,7 +559,7 @@ def test_the_first_sends_a_broker_away_that_a_node_does_not_reach_and_asks_the_n
     assert begun(hub.tick(0.1)) == [("a#1", 1)]
     hub.receive("m1#1", Hello("m1", "broker", shard=1, address=ONE), 0.2)
     hub.tick(0.3)
-    hub.hosting.reached(1)
+    hub.hosting.reached(1, ONE)
     effects = hub.receive("c#1", Host(1, unreached=ONE), 0.4)
     assert told(effects, Refused)[0][0] == "m1#1" and "m1#1" not in hub.members
     assert hub.roster(0.5).shards == ("", "") and begun(hub.tick(0.6)) == [("b#1", 1)]

@@ -15,6 +15,7 @@ from zmqtrain.core.installed import package_version
 from zmqtrain.core.types import PeerId
 from zmqtrain.parameter_server.parameters import Parameters
 from zmqtrain.protocol.effects import Answer, Broadcast, SendTo
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import (
     Hello,
     Message,
@@ -70,6 +71,9 @@ class AdminService:
         if (member := self._hub.members.get(peer)) is not None:
             member.voter = voter
         self._hub.records.own(peer, name)
+        if hosting is not None and name and member is not None and member.state is MemberState.SHARD:
+            of_hub = self._access.has_hub_keys(peer)
+            self._core.carry_out(hosting.registered(peer, hello.shard, voter, of_hub))
 
     def _stop(self, peer: PeerId, stop: Stop, now: float) -> None:
         if not self._access.is_operator(peer):

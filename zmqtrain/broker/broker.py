@@ -53,6 +53,7 @@ from zmqtrain.protocol.messages import Goodbye, Relayed, Roster
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.session.environment import CodecExecutor, clock
 from zmqtrain.strategies.weights import Laggards, preemption_from_spec
+from zmqtrain.transport.address import split_key
 from zmqtrain.transport.pacing import LinkShare
 
 TICK_SECONDS = 0.05
@@ -338,17 +339,21 @@ class Broker:
         if self.hub.hosting is not None:
             self.core.carry_out(self.hub.hosting.authorise(names))
 
-    def shard_reached(self, shard: int) -> None:
-        """Let nodes hear where a node serves a shard, as this machine reaches it; call it in the broker's loop."""
+    def shard_reached(self, shard: int, address: str) -> None:
+        """Let nodes hear where a shard is served, as this machine reaches it there; call it in the broker's loop."""
         if self.hub.hosting is not None:
-            self.hub.hosting.reached(shard)
+            self.hub.hosting.reached(shard, address)
             self.core.carry_out([Broadcast(self.hub.roster(self.core.now()))])
 
-    def shard_out_of_reach(self, shard: int, why: str) -> None:
-        """Send the broker of a shard away that this machine does not reach, unless it did before; call it in the
-        broker's loop."""
-        if self.hub.hosting is not None and (holder := self.hub.hosting.out_of_reach(shard)) is not None:
-            self.core.expel(holder, ZmqTrainError(f"the first broker does not reach it: {why}"), "shard")
+    def shard_out_of_reach(self, shard: int, address: str) -> bool:
+        """Send the broker of a shard away that this machine does not reach at its address, unless it did before; return
+        whether it was. Call it in the broker's loop."""
+        hosting = self.hub.hosting
+        if hosting is None or (holder := hosting.out_of_reach(shard, address)) is None:
+            return False
+        where, _ = split_key(address)
+        self.core.expel(holder, ZmqTrainError(f"the first broker does not reach it at {where}"), "shard")
+        return True
 
     def statistics(self) -> BrokerStatistics:
         return BrokerStatistics(

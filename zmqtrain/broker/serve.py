@@ -91,7 +91,7 @@ class KeyWatcher:
         """Look once: admit the keys that are there, and cut those that are not."""
         try:
             stamp = await asyncio.to_thread(self._folder.stamp)
-            if stamp == self._stamp and not self._gone:
+            if stamp is None or (stamp == self._stamp and not self._gone):
                 return
             names = await asyncio.to_thread(self._folder.authorised)
         except (OSError, ConfigError) as error:
@@ -325,9 +325,10 @@ class _Host:
                     return None
         elif place is not None:
             public = place.address or public_address(self.address, channel.address, place.first)
+            told: Callable[[Mapping[str, str]], None] | None = None
             if isinstance(keys := self.options.get("keys"), LentKeys):  # its port has another pair than the hub's
-                public = with_key(public, keys.hub().public)
-            self.registration = Registration(place, public, access)
+                public, told = with_key(public, keys.hub().public), keys.change
+            self.registration = Registration(place, public, access, told)
             await self.registration.welcomed()
             settings, name, shard = self.registration.settings, self.registration.peer.run, place.shard
         assert settings is not None, "a broker has settings, or another that gives them"
@@ -502,6 +503,8 @@ class _Beside(ShardsBeside):
         self._folder, self._kept, self._closing = folder, dict(kept), False
         self._threads: dict[int, threading.Thread] = {}
         self._running: dict[int, BrokerThread] = {}
+        self._numbers: dict[int, int] = {}  # by shard, of the newest that was begun: only that one counts
+        self._lock = threading.Lock()
 
     def of(self, broker: Broker) -> None:
         """Begin for this one, the first; in its loop."""
@@ -542,32 +545,43 @@ class _Beside(ShardsBeside):
             logger.warning("the model is not whole here: %s", error)
 
     def _begin(self, shard: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
-        if (before := self._running.pop(shard, None)) is not None:  # of a broker that was lost before the run began
+        with self._lock:
+            number = self._numbers[shard] = self._numbers.get(shard, 0) + 1
+            before = self._running.pop(shard, None)
+        if before is not None:  # of a broker that was lost before the run began
             before.stop_soon()
-        name = f"zmqtrain-shard-{shard}"
-        self._threads[shard] = threading.Thread(target=self._live, args=(shard, place, standby), name=name, daemon=True)
+        arguments, name = (shard, number, place, standby), f"zmqtrain-shard-{shard}"
+        self._threads[shard] = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
         self._threads[shard].start()
 
-    def _live(self, shard: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
+    def _live(self, shard: int, number: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
         folder = None if self._folder is None else self._folder / f"shard-{shard}"
         failure: BaseException | None
         try:
             running = BrokerThread(self._bind, None, standby, place=place, checkpoint=folder, **self._kept)
-            self._running[shard] = running
-            if self._closing:
+            with self._lock:
+                if counts := self._numbers[shard] == number:
+                    self._running[shard] = running
+            if self._closing or not counts:
                 running.stop()
             elif standby is not None:
-                self._call(self._broker.shard_reached, shard)
+                self._call(self._broker.shard_reached, shard, standby.first)
             running.wait()
             failure = running.failure
         except Exception as error:
             failure = error
-        if failure is None:
+        if failure is None or self._numbers[shard] != number:
             return
         logger.warning("shard %d: %s", shard, failure)
-        if isinstance(failure, HubUnreachable) and standby is not None:
-            self._call(self._broker.shard_out_of_reach, shard, f"no answer at {split_key(standby.first)[0]}")
-        self._call(self._loop.call_later, AGAIN_SECONDS, self._again, shard)
+        self._call(self._failed, shard, number, failure, standby)
+
+    def _failed(self, shard: int, number: int, failure: BaseException, standby: StandbyPlace | None) -> None:
+        """Begin again soon what has failed, unless its broker is sent away, or another has begun."""
+        if self._numbers[shard] != number:
+            return
+        unreached = isinstance(failure, HubUnreachable) and standby is not None
+        if not (unreached and standby is not None and self._broker.shard_out_of_reach(shard, standby.first)):
+            self._loop.call_later(AGAIN_SECONDS, self._again, shard, number)
 
     def _call(self, what: Callable[..., object], *arguments: object) -> None:
         """Have the first broker's loop call this, unless all ends."""
@@ -575,8 +589,8 @@ class _Beside(ShardsBeside):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(what, *arguments)
 
-    def _again(self, shard: int) -> None:
-        if self._broker.hub.hosting is not None:
+    def _again(self, shard: int, number: int) -> None:
+        if self._broker.hub.hosting is not None and self._numbers[shard] == number:
             self._broker.hub.hosting.ended(shard)
 
     def _own_address(self) -> str:

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from zmqtrain.protocol.framing import decode_head, encode_message
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.limits import LONG_HEAD_BYTES
 from zmqtrain.protocol.members import Claim
-from zmqtrain.protocol.messages import Aggregate, Hello, Message, Promote, Replica, printable
+from zmqtrain.protocol.messages import Aggregate, Hello, Host, Message, Promote, Replica, printable
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, PrimaryLease, TakeoverPolicy
@@ -556,9 +556,19 @@ class Registration(_FirstSession):
     Rule 1: settings live in one place: the other brokers take all of them from the first.  Rule 2: when the first is
     lost, the shard is still served, and the log says what it waits for.  Rule 3: the first's word that the run is over,
     or its refusal, ends this broker.  address: at which nodes reach this broker.
+    authorised: called in the session's thread with the keys that come in at the first, where a node serves this shard.
     """
 
-    def __init__(self, place: ShardPlace, address: str, access: BrokerAccess) -> None:
+    messages = (Host,)
+
+    def __init__(
+        self,
+        place: ShardPlace,
+        address: str,
+        access: BrokerAccess,
+        authorised: Callable[[Mapping[str, str]], None] | None = None,
+    ) -> None:
+        self._authorised = authorised
         self.place, self.address = place, address
         self.name = f"broker {place.shard}/{place.shards}"
         peer = PeerId(f"broker-{place.shard}#{secrets.token_hex(4)}")
@@ -567,6 +577,13 @@ class Registration(_FirstSession):
         super().__init__(self.peer, place, access, "Its shard is served on")
         self._reminded_at = self._not_over_at = clock.monotonic()
         self._link.start()
+
+    def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
+        """See NullListener: take the keys that come in."""
+        assert isinstance(message, Host)
+        if self._authorised is not None:
+            self._authorised(message.keys)
+        return True
 
     async def welcomed(self) -> None:
         """Wait for the first's answer. Raises HubUnreachable, ConfigError, JoinRefused (the shard is taken)."""

@@ -126,9 +126,7 @@ class BrokerConfig(PortOptions, RunOptions):
         object.__setattr__(self, "shards", shards)
 
     def _check_shard(self) -> None:
-        if self.record is not None and self.shards == AUTO_SHARDS:
-            object.__setattr__(self, "shards", 1)
-        if self.record is not None and self.shards > 1:
+        if self.record is not None and self.shards != 1:
             raise ConfigError("a run of several brokers cannot be recorded, nor lived again: leave --record out")
         if self.standby:
             return self._check_standby()
@@ -182,15 +180,14 @@ def _run(config: BrokerConfig) -> int:
     log_to_stderr(config.verbose)
     lent = read_lent_keys() if config.keys == LENT else None
     if config.follow_stdin:
-        threading.Thread(target=_end_with_stdin, args=(lent,), name="zmqtrain-stdin", daemon=True).start()
+        threading.Thread(target=_end_with_stdin, name="zmqtrain-stdin", daemon=True).start()
     return _BrokerProgram(config, lent).run()
 
 
-def _end_with_stdin(lent: LentKeys | None) -> None:
-    """End in order when standard input closes. lent: takes the keys of each line."""
-    for line in sys.stdin.buffer:
-        if lent is not None:
-            lent.change(json.loads(line))
+def _end_with_stdin() -> None:
+    """End in order when standard input closes."""
+    while os.read(0, 4096):
+        pass
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -370,10 +367,9 @@ def ending(roster: Roster | None, folder: Path | None) -> str:
 
 
 def read_lent_keys() -> LentKeys:
-    """Return the keys that a node writes to this broker's standard input: the node's pair, then those that come in."""
+    """Return the keys of a broker whose node has written its own pair to this broker's standard input."""
     pair = json.loads(sys.stdin.buffer.readline())
-    outwards = CurveKeys(pair["public"].encode(), pair["secret"].encode(), pair["server"].encode())
-    return LentKeys(outwards, json.loads(sys.stdin.buffer.readline()))
+    return LentKeys(CurveKeys(pair["public"].encode(), pair["secret"].encode(), pair["server"].encode()))
 
 
 def open_keys(config: BrokerConfig) -> KeyFolder | None:

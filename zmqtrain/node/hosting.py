@@ -1,7 +1,7 @@
 """The broker of a shard that a node serves from its PC, because the first broker asks it to: a process beside it.
 
-Where the hub has keys that broker comes to the hub with its node's, and lets those in that the first broker says. It
-reads both as lines of JSON from its standard input, because others on this PC can read a command line.
+Where the hub has keys that broker comes to the hub with its node's pair, and lets those in that the first broker says.
+It reads the pair from its standard input, because others on this PC can read a command line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 
 from zmqtrain.transport.address import parse_address
 from zmqtrain.transport.zmq_keys import CurveKeys
@@ -26,14 +25,11 @@ class HostedBroker:
     """A broker of shard `shard` of `shards`, of the run whose first broker is at `first`. It saves nothing, for
     the first's machine follows it, ends with this process, and listens at a free port of every interface of this PC.
 
-    pair: with which it comes to the hub, None: that has no keys.  authorised: the public keys that come in, with their
-    names.
+    pair: with which it comes to the hub, None: that has no keys.
     Raises OSError where no process can be started.
     """
 
-    def __init__(
-        self, shard: int, shards: int, first: str, pair: CurveKeys | None, authorised: Mapping[str, str]
-    ) -> None:
+    def __init__(self, shard: int, shards: int, first: str, pair: CurveKeys | None) -> None:
         self.shard = shard
         bind = f"tcp://{'[::]' if ':' in parse_address(first)[0] else '*'}:0"
         command = [
@@ -46,22 +42,15 @@ class HostedBroker:
         )
         if pair is not None:
             lent = {"public": pair.public, "secret": pair.secret, "server": pair.server}
-            self._say({name: key.decode() for name, key in lent.items()})
-            self.authorise(authorised)
+            line = json.dumps({name: key.decode() for name, key in lent.items()})
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended, which `why_ended` says
+                self._process.stdin.write(f"{line}\n".encode())
+                self._process.stdin.flush()
         self._last_words = ""
         self._listener = threading.Thread(target=self._listen, name="zmqtrain-hosted", daemon=True)
         self._listener.start()
         logger.info("this PC serves shard %d of %d too, as the first broker has asked", shard, shards)
-
-    def authorise(self, authorised: Mapping[str, str]) -> None:
-        """Let these public keys in from now on, and no others."""
-        self._say(dict(authorised))
-
-    def _say(self, line: dict[str, str]) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which `why_ended` says
-            self._process.stdin.write(json.dumps(line).encode() + b"\n")
-            self._process.stdin.flush()
 
     def _listen(self) -> None:
         assert self._process.stderr is not None

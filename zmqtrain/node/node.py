@@ -638,7 +638,9 @@ class Node(NullListener):
         if diverged:
             self.restarts.begin(self.settings)
         self.restarts.begun = True
-        self.in_codec(lambda: self.on_decoded(self.inbox.restart(self.codec.joined_coder, self.offers.version)))
+        version = self.offers.version
+        taken = self.in_codec(lambda: self.on_decoded(self.inbox.restart(self.codec.joined_coder, version)))
+        self.restarts.begun = taken  # else at the next look
 
     def batches(self, source: Source[Batch]) -> Iterator[Batch]:
         """Give the batches of the data units that the broker deals to this node, until the run is over.
@@ -810,25 +812,21 @@ class Node(NullListener):
     def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
         """See Listener: serve a shard as the first broker asks, or say why not."""
         assert isinstance(message, Host)
-        if (hosted := self._hosted) is not None and hosted.shard == message.shard and hosted.why_ended() is None:
-            hosted.authorise(message.keys)
-        elif why := self._host(message):
+        if why := self._host(message.shard):
             self.link.send(Host(message.shard, printable(why)))
         return True
 
-    def _host(self, host: Host) -> str:
+    def _host(self, shard: int) -> str:
         """Serve a shard; return why it is not served, "" if it is."""
         if self.options.hosts is None:
             return "it looks on"
         if self._hosted is not None and self._hosted.why_ended() is None:
             return "it serves another shard"
         server_key, pair = self.options.hosts.credentials
-        if (server_key is None or pair is None) != (not host.keys):
-            return "it opens no port without keys where it has one, nor one with keys where it has none"
         if pair is not None and server_key is not None:
             pair = replace(pair, server=server_key)
         try:
-            self._hosted = HostedBroker(host.shard, self.settings.shards, self.link.address, pair, host.keys)
+            self._hosted = HostedBroker(shard, self.settings.shards, self.link.address, pair)
         except OSError as error:
             return str(error)
         return ""

@@ -327,7 +327,7 @@ class ShardedNode:
                 line.link.move(self._address(shard))
         fronts = self._fronts()
         if begun := [front for front in fronts if front is not None and front.reset]:
-            self._all_begin_again(begun)
+            self._all_begin_again()
             if len(begun) == len(self._lines):
                 if self._next is None or self._next[0] != ALL:
                     self._next = (ALL, begun[0], self._joined(begun))
@@ -379,12 +379,13 @@ class ShardedNode:
     def _fronts(self) -> list[Update | None]:
         return [line.peek() for line in self._lines]
 
-    def _all_begin_again(self, begun: Sequence[Update]) -> None:
-        """Have each line begin again, as some have. begun: their updates, which say so."""
-        diverged = not all(update.warm for update in begun)
+    def _all_begin_again(self) -> None:
+        """Have each line begin again, as some have."""
+        fronts = [line.peek() for line in self._lines]
+        resets = [front is not None and front.reset for front in fronts]
+        diverged = any(line.restarts.begun for line, reset in zip(self._lines, resets, strict=True) if reset)
         for shard, line in enumerate(self._lines):
-            front = line.peek()
-            if (front is None or not front.reset) and not line.restarts.begun:
+            if not resets[shard] and not line.restarts.begun:
                 self._followers.add(shard)
                 line.begin_again(diverged)
 

@@ -10,10 +10,10 @@ node that is about to leave says so first, so that no exchange has to wait.
 Rule 4: in a run that goes on from a checkpoint nobody is asked for `RETURN_SECONDS`: brokers that still serve come back
 by themselves.
 Rule 5: nodes hear where a shard is served once the hub's machine has reached that broker. One that it does not reach,
-because a firewall is closed, is sent away, and the next node is asked. So is one that a node says it does not reach; in
-a run that has begun the hub's machine takes its shard over.
-Rule 6: where the hub has keys, a node that is asked gets the public keys that come in there, and again when they have
-changed. With its own key it registers the shard that it was asked for, and no other.
+because a firewall is closed, is sent away, and the next node is asked. So is one that a node says it does not reach;
+in a run that has begun the hub's machine takes its shard over once two nodes say so.
+Rule 6: where the hub has keys, the broker of a node registers with its node's key, one that was asked for this shard or
+has registered it before. It is told the public keys that come in at the hub then, and when they have changed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zmqtrain.protocol.messages import Host
 
 HOST_SECONDS = 30.0
 RETURN_SECONDS = 30.0
-MOST_KEYS = 400
-"""Of more authorised keys no node is told: it would take a long head (rule 6)."""
+MOST_COMPLAINTS = 2
+"""So many nodes that do not reach a broker are believed, where others have reached it."""
 
 LEAST_VALUES = 1 << 14
 """A fragment of a shard has at least so many values: of fewer the heads would be a large part."""
@@ -65,6 +65,8 @@ class Hosting:
         self.keys: Mapping[str, str] | None = {}
         self.divided(registry)
         self._asked: dict[int, _Asked] = {}
+        self._keyed: dict[int, str] = {}  # shards that are registered with the key of a node
+        self._complaints: dict[int, set[PeerId]] = {}
         self._declined: set[PeerId] = set()
         self._here: set[int] = set()  # begun on this machine
         self._followed: set[int] = set()  # of these, as a standby
@@ -95,7 +97,7 @@ class Hosting:
         self._here.update(served)
         self._declined.intersection_update([node.peer for node in nodes])  # or it grows with each node that ever came
         self._complete |= len(self._here) == len(addresses) - 1
-        if not (self._complete or len(nodes) >= self._start_nodes) or now < self._not_before or self.keys is None:
+        if not (self._complete or len(nodes) >= self._start_nodes) or now < self._not_before:
             return effects
         for shard in range(1, len(addresses)):
             if shard not in self._here and (effect := self._next(shard, [] if begun else nodes, now)) is not None:
@@ -103,7 +105,6 @@ class Hosting:
         return effects
 
     def _next(self, shard: int, nodes: Sequence[Member], now: float) -> HubEffect | None:
-        assert self.keys is not None, "looked at by `look`"
         here = {node.peer for node in nodes}
         if (asked := self._asked.get(shard)) is not None:
             if asked.peer in here - self._declined and now - asked.since < HOST_SECONDS:
@@ -112,12 +113,12 @@ class Hosting:
             del self._asked[shard]
         taken = self._declined | {one.peer for one in self._asked.values()}
         free = next((node for node in nodes if node.peer not in taken), None)
-        if free is None or len(self.keys) > MOST_KEYS:
+        if free is None:
             self._here.add(shard)
             self._within_reach.add(shard)
             return ServeShard(shard)
         self._asked[shard] = _Asked(free.peer, now, free.voter)
-        return SendTo(free.peer, Host(shard, keys=dict(self.keys)))
+        return SendTo(free.peer, Host(shard))
 
     def declines(self, peer: PeerId, host: Host) -> list[HubEffect]:
         """A node says that it does not serve a shard, or that it is about to leave one. It is believed too where nobody
@@ -127,43 +128,59 @@ class Hosting:
         its = asked is None or asked.peer == peer
         return [TakeShard(host.shard)] if host.leaves and its and host.shard in self._here else []
 
-    def unreached(self, host: Host, begun: bool) -> tuple[list[HubEffect], PeerId | None]:
+    def unreached(self, peer: PeerId, host: Host, begun: bool) -> tuple[list[HubEffect], PeerId | None]:
         """A node does not reach a broker. Return what to do, and who is to be sent away; nothing for a broker that no
         node serves."""
         known, shard = self.registry.registered, host.shard
         if not 0 < shard < len(known) or known[shard] != host.unreached or shard not in self._followed:
             return [], None
         if begun:
-            return [TakeShard(shard)], None
-        if (asked := self._asked.get(shard)) is not None:
-            self._declined.add(asked.peer)
-        return [], self.registry.holder(shard)
+            self._complaints.setdefault(shard, set()).add(peer)
+            return [TakeShard(shard)] if len(self._complaints[shard]) >= MOST_COMPLAINTS else [], None
+        return [], self._given_up(shard)
 
-    def expects(self, shard: int, voter: str, now: float) -> bool:
-        """Return whether a broker with this key (as in `Member.voter`) may register a shard, though its key is not the
-        hub's: the node with that key was asked, or brokers that still serve come back."""
-        asked = self._asked.get(shard)
-        return now < self._not_before or (asked is not None and asked.voter == voter)
-
-    def authorise(self, keys: Mapping[str, str]) -> list[HubEffect]:
-        """Tell who serves a shard which keys come in from now on."""
-        before, self.keys = self.keys, keys
-        if before in (None, keys):
-            return []
-        return [SendTo(asked.peer, Host(shard, keys=dict(keys))) for shard, asked in self._asked.items()]
-
-    def reached(self, shard: int) -> None:
-        """The hub's machine has reached the broker of a shard that a node serves."""
-        self._within_reach.add(shard)
-
-    def out_of_reach(self, shard: int) -> PeerId | None:
-        """The hub's machine does not reach the broker of a shard. Return who is to be sent away, if nobody had reached
-        it before: the node is asked no more."""
-        if shard in self._within_reach:
-            return None
+    def _given_up(self, shard: int) -> PeerId | None:
+        """Ask the node that serves a shard no more; return its broker, which is to be sent away."""
         if (asked := self._asked.get(shard)) is not None:
             self._declined.add(asked.peer)
         return self.registry.holder(shard)
+
+    def registered(self, peer: PeerId, shard: int, voter: str, of_hub: bool) -> list[HubEffect]:
+        """A broker has registered. voter: its key, as in `Member.voter`; of_hub: that is the hub's."""
+        self._complaints.pop(shard, None)
+        if of_hub:
+            self._keyed.pop(shard, None)
+            self._asked.pop(shard, None)
+            return []
+        self._keyed[shard] = voter
+        return [SendTo(peer, Host(shard, keys=dict(self.keys)))] if self.keys else []
+
+    def expects(self, shard: int, voter: str, now: float) -> bool:
+        """Return whether a broker with this key (as in `Member.voter`) may register a shard, though its key is not the
+        hub's: a node with that key was asked, it has registered it before, or brokers that still serve come back."""
+        asked = self._asked.get(shard)
+        known = self._keyed.get(shard) == voter or (asked is not None and asked.voter == voter)
+        return known or now < self._not_before
+
+    def authorise(self, keys: Mapping[str, str]) -> list[HubEffect]:
+        """Tell the brokers that nodes serve which keys come in from now on."""
+        before, self.keys = self.keys, keys
+        if before == keys:
+            return []
+        holders = ((shard, self.registry.holder(shard)) for shard in self._keyed)
+        return [SendTo(peer, Host(shard, keys=dict(keys))) for shard, peer in holders if peer is not None]
+
+    def reached(self, shard: int, address: str) -> None:
+        """The hub's machine has reached the broker of a shard that a node serves at this address."""
+        if self.registry.registered[shard] == address:
+            self._within_reach.add(shard)
+
+    def out_of_reach(self, shard: int, address: str) -> PeerId | None:
+        """The hub's machine does not reach the broker of a shard at this address. Return who is to be sent away, if
+        nobody had reached it before."""
+        if shard in self._within_reach or self.registry.registered[shard] != address:
+            return None
+        return self._given_up(shard)
 
     def ended(self, shard: int) -> None:
         """What this machine had begun for a shard has ended; it is begun again if it is still needed."""

@@ -1206,7 +1206,7 @@ class Hub:
             return []
         if not host.unreached:
             return self.hosting.declines(member.peer, host)
-        effects, holder = self.hosting.unreached(host, self.version >= 0)
+        effects, holder = self.hosting.unreached(member.peer, host, self.version >= 0)
         if holder is None:
             return effects
         text = f"{member.name} does not reach it"

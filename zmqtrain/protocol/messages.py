@@ -322,11 +322,11 @@ class Credit(Message, frozen=True):
 
 
 class Host(Message, frozen=True):
-    """The first of several brokers to a node: serve this shard from your PC; and once more when `keys` have changed.
-    Node to the first: I do not, and why; or, leaves, I have served it, and am about to leave; or, unreached, I do not
-    reach its broker at this address.
+    """The first of several brokers to a node: serve this shard from your PC; to the broker of a shard that a node
+    serves: these keys come in with you. Node to the first: I do not serve it, and why; or, leaves, I have served it,
+    and am about to leave; or, unreached, I do not reach its broker at this address.
 
-    keys: the public keys that come in there, with their names; {}: the run has no keys.
+    keys: public ones, with their names.
     """
 
     shard: int

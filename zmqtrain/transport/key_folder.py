@@ -208,11 +208,11 @@ class LentKeys:
     """What a broker has in place of a `KeyFolder` that a node serves: its port has a pair of its own, and it comes to
     other brokers with its node's.
 
-    outwards: the node's pair, with the hub's public key.
+    outwards: the node's pair, with the hub's public key.  Who comes in is known once the first broker has said it.
     """
 
-    def __init__(self, outwards: CurveKeys, authorised: Mapping[str, str]) -> None:
-        self.outwards, self._authorised, self._changes = outwards, dict(authorised), 0
+    def __init__(self, outwards: CurveKeys) -> None:
+        self.outwards, self._authorised, self._changes = outwards, dict[str, str](), 0
         self._port = CurveKeys.generate()
 
     def hub(self, make: bool = True) -> CurveKeys:
@@ -224,9 +224,9 @@ class LentKeys:
         self._authorised = dict(authorised)
         self._changes += 1
 
-    def stamp(self) -> Stamp:
-        """See KeyFolder."""
-        return (("lent", self._changes, 0, 0),)
+    def stamp(self) -> Stamp | None:
+        """See KeyFolder. None: it is not known yet."""
+        return (("lent", self._changes, 0, 0),) if self._changes else None
 
     def authorised(self) -> dict[str, str]:
         """See KeyFolder."""
