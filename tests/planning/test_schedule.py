@@ -151,9 +151,9 @@ def test_a_k_that_is_too_small_makes_the_period_longer_and_not_the_steps():
 
 
 def test_the_codecs_of_node_and_hub_bound_k_as_ports_do():
-    assert fit(replace(LOAD, node_seconds=0.8)).every == 18
-    assert fit(replace(LOAD, hub_seconds=0.8)).every == 18
-    assert predict(replace(LOAD, hub_seconds=0.8), Schedule(18, 40)).busiest == "the hub's codec"
+    assert fit(replace(LOAD, node_seconds=0.8)).every == 17
+    assert fit(replace(LOAD, hub_seconds=0.8)).every == 17
+    assert predict(replace(LOAD, hub_seconds=0.8), Schedule(17, 40)).busiest == "the hub's codec"
 
 
 def test_training_that_is_held_makes_k_larger_until_it_loses_little():
