@@ -367,7 +367,7 @@ def ending(roster: Roster | None, folder: Path | None) -> str:
 
 
 def read_lent_keys() -> LentKeys:
-    """Return the keys of a broker whose node has written its own pair to this broker's standard input."""
+    """Return the keys of a broker of a node, which has written its own pair to standard input."""
     pair = json.loads(sys.stdin.buffer.readline())
     return LentKeys(CurveKeys(pair["public"].encode(), pair["secret"].encode(), pair["server"].encode()))
 
