@@ -197,7 +197,7 @@ def test_a_revoked_key_is_refused_at_once_told_why_and_cut_while_others_go_on(
             dismissed.put_nowait((peer, why))
             hub.send(peer, Lane.CONTROL, [why.encode()])
 
-        keeper = serving.KeyWatcher(hub, folder, SimpleNamespace(dismiss=dismiss))
+        keeper = serving.KeyWatcher(hub, folder, SimpleNamespace(dismiss=dismiss, authorised=lambda names: None))
         await keeper.look()
         stays = DealerChannel(hub.address, peer=A, keys=one, server_key=one.server)
         goes = DealerChannel(hub.address, peer=B, keys=two, server_key=two.server)
@@ -235,7 +235,7 @@ def test_a_broken_key_or_folder_is_said_and_changes_nothing_for_others(
         keys = CurveKeys.load(path)
         (folder.authorised_folder / "broken.key").write_bytes(b"\xff\xfe no key")
         hub = RouterChannel(HERE, keys=folder.hub(), admission=Admission())
-        keeper = serving.KeyWatcher(hub, folder, SimpleNamespace())
+        keeper = serving.KeyWatcher(hub, folder, SimpleNamespace(authorised=lambda names: None))
         await keeper.look()
         folder.authorised_folder.rename(tmp_path / "away")
         for _ in range(3):
