@@ -36,6 +36,17 @@ def wide():
     return parameters() | {"wide": jnp.zeros((8, 4096))}
 
 
+def two_trainers(first):
+    return [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+
+
+def end(trainers):
+    for trainer in trainers:
+        trainer.stop.set()
+    for trainer in trainers:
+        trainer.join()
+
+
 def exchanged(trainer, shards):
     return trainer.sync is not None and all(line.statistics().version > 3 for line in trainer.node._lines[:shards])
 
@@ -58,7 +69,7 @@ def test_shards_are_served_by_nodes_and_what_is_left_by_the_hub_and_the_model_is
     monkeypatch.chdir(tmp_path)  # where the brokers of nodes save
     run = RunSettings(**SETTINGS, shards=4)
     with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
-        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        trainers = two_trainers(first)
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 4))
         assert all(hosts(trainer) is not None for trainer in trainers), "each node serves a shard"
@@ -82,7 +93,7 @@ def test_what_a_killed_broker_of_a_node_had_is_served_on_at_the_hub_and_nothing_
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.chdir(tmp_path)
     with broker(RunSettings(**SETTINGS, shards=3), checkpoint=tmp_path / "hub", hosting=True) as first:
-        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        trainers = two_trainers(first)
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 3))
             trainer.wait_until(
@@ -115,29 +126,23 @@ def test_after_a_power_cut_the_run_goes_on_from_what_the_hub_has_saved_of_all_sh
         return max((int(name.partition("-")[2]) for name in names), default=-1)
 
     with broker(run, checkpoint=folder, hosting=True, checkpoint_every="0.2s", checkpoint_keep=10**6) as first:
-        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        trainers = two_trainers(first)
         for trainer in trainers:
             trainer.wait_until(lambda: saved(1) > 3 and saved(2) > 3)
         half_written = shutil.ignore_patterns("*.part")
         shutil.copytree(folder, tmp_path / "after", ignore=half_written)  # as the disk is at that moment
-        for trainer in trainers:
-            trainer.stop.set()
-        for trainer in trainers:
-            trainer.join()
+        end(trainers)
     folder = tmp_path / "after"
     versions = [saved(shard) for shard in (1, 2)]
     with broker(run, checkpoint=folder, hosting=True) as first:
-        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        trainers = two_trainers(first)
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 3))
             for line, version in zip(trainer.node._lines[1:], versions, strict=True):
                 assert line.statistics().version >= version > 3
                 trainer.wait_until(lambda line=line, version=version: line.statistics().version > version + 3)
             assert hosts(trainer) is None, "the hub serves what only it has"
-        for trainer in trainers:
-            trainer.stop.set()
-        for trainer in trainers:
-            trainer.join()
+        end(trainers)
 
 
 def comes_in(address, keys):
@@ -175,10 +180,7 @@ def test_with_keys_the_broker_of_a_node_lets_in_who_comes_in_at_the_hub_and_nobo
             line = taken_over(trainer)
             seen = line.statistics().version
             trainer.wait_until(lambda line=line, seen=seen: line.statistics().version > seen + 5)
-        for trainer in serving:
-            trainer.stop.set()
-        for trainer in serving:
-            trainer.join()
+        end(serving)
     assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(wide())
 
 
@@ -191,18 +193,15 @@ def test_a_node_whose_port_the_hub_does_not_reach_serves_nothing_and_another_doe
     behind_a_firewall = ["--address", "tcp://127.0.0.1:1"]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: begin(command + behind_a_firewall, **options))
     with broker(RunSettings(**SETTINGS, shards=2), checkpoint=tmp_path / "hub", hosting=True) as first:
-        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        trainers = two_trainers(first)
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 2))
-        assert [hosts(trainer) for trainer in trainers] == [None, None]
+            trainer.wait_until(lambda t=trainer: hosts(t) is None)  # it has seen its broker's end, and told the first
         here, steps = trainers[0].node._first.shards, trainers[0].steps
         until = time.monotonic() + 4.0  # what has failed before is not begun again
         trainers[0].wait_until(lambda: time.monotonic() > until and trainers[0].steps > steps)
         assert trainers[0].node._first.shards == here and caplog.text.count("no node serves shard 1") == 1
-        for trainer in trainers:
-            trainer.stop.set()
-        for trainer in trainers:
-            trainer.join()
+        end(trainers)
     assert "does not reach it" in caplog.text and "this machine does" in caplog.text
     assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(wide())
 
@@ -211,7 +210,7 @@ def test_a_shard_whose_broker_two_later_nodes_do_not_reach_is_taken_over_by_the_
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.chdir(tmp_path)
     with broker(RunSettings(**SETTINGS, shards=2), checkpoint=tmp_path / "hub", hosting=True) as first:
-        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        trainers = two_trainers(first)
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 2))
         served_at, open_line = trainers[0].node._first.shards[1], ShardedNode.open_line
@@ -228,10 +227,7 @@ def test_a_shard_whose_broker_two_later_nodes_do_not_reach_is_taken_over_by_the_
             line = taken_over(trainer)
             seen = line.statistics().version
             trainer.wait_until(lambda line=line, seen=seen: line.statistics().version > seen + 5)
-        for trainer in trainers:
-            trainer.stop.set()
-        for trainer in trainers:
-            trainer.join()
+        end(trainers)
 
 
 def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by_itself(tmp_path, monkeypatch, caplog):
@@ -244,10 +240,7 @@ def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 6))
         assert trainers[0].node.settings.shards == 6 and all(map(hosts, trainers))
-        for trainer in trainers:
-            trainer.stop.set()
-        for trainer in trainers:
-            trainer.join()
+        end(trainers)
     assert "the model is divided among 6 brokers" in caplog.text
     assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(large)
 

@@ -579,8 +579,8 @@ class _Beside(ShardsBeside):
         """Begin again soon what has failed, unless its broker is sent away, or another has begun."""
         if self._numbers[shard] != number:
             return
-        unreached = isinstance(failure, HubUnreachable) and standby is not None
-        if not (unreached and standby is not None and self._broker.shard_out_of_reach(shard, standby.first)):
+        unreached = "" if standby is None or not isinstance(failure, HubUnreachable) else standby.first
+        if not (unreached and self._broker.shard_out_of_reach(shard, unreached)):
             self._loop.call_later(AGAIN_SECONDS, self._again, shard, number)
 
     def _call(self, what: Callable[..., object], *arguments: object) -> None:

@@ -381,8 +381,7 @@ class ShardedNode:
 
     def _all_begin_again(self) -> None:
         """Have each line begin again, as some have."""
-        fronts = [line.peek() for line in self._lines]
-        resets = [front is not None and front.reset for front in fronts]
+        resets = [front is not None and front.reset for front in self._fronts()]
         diverged = any(line.restarts.begun for line, reset in zip(self._lines, resets, strict=True) if reset)
         for shard, line in enumerate(self._lines):
             if not resets[shard] and not line.restarts.begun:

@@ -418,7 +418,7 @@ class HubSession:
 
     @property
     def address(self) -> str:
-        """Where the hub is looked for now, for people."""
+        """The address at which the hub is looked for, as people know it: without a key."""
         return split_key(self.endpoint)[0]
 
     @property
