@@ -90,10 +90,10 @@ def test_a_simulated_pipeline_has_the_chart_of_its_last_step(shown: Shown) -> No
     for number in range(2):
         pipeline = SimPipeline(schedule="1f1b", stages=3, micro_batches=4, steps=2, **costs)
         shown.write("sim.jsonl", *pipeline_records(number, pipeline.run(LinkModel(), 0)))
+    names = "[...document.getElementById('pipeline').options].map(one => one.textContent)"
+    shown.wait(lambda: shown.ask(names) == ["pipeline 1, step 2", "pipeline 2, step 2"])
     bars = "document.querySelectorAll('#gantt .barlayer .point').length"
     shown.wait(lambda: shown.ask(bars) >= 3 * 4 * 2)
-    names = "[...document.getElementById('pipeline').options].map(one => one.textContent)"
-    assert shown.ask(names) == ["pipeline 1, step 2", "pipeline 2, step 2"]
     assert shown.ask("document.getElementById('pipeline').selectedIndex") == 1
     assert shown.ask("document.getElementById('charts').hidden") is True
     stages = "[...document.querySelectorAll('#gantt .ytick')].map(one => one.textContent)"
