@@ -59,6 +59,7 @@ import time_to_loss_star
 from report import append_line, format_rate, parse_rate, parse_seeds, print_table, read_lines, write_json
 from time_to_loss_rows import (
     DILOCO_STEPS,
+    NODE_CORES,
     SMOOTHED_STEPS,
     TARGETS,
     TEXT,
@@ -505,6 +506,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--row", action="append", default=[], help='a row by hand: "name=dense|codec=int8|every=4|..."')
     parser.add_argument("--as", dest="model", choices=("25M", "100M"), help="as a model of so many values at 1 Gb/s")
     parser.add_argument("--hub-cores", type=float, default=1.0, help="of the hub, with --as (default 1)")
+    cores_help = f"of a node that are idle, with --as (default {NODE_CORES:g}: of eight, one feeds the card)"
+    parser.add_argument("--node-cores", type=float, default=NODE_CORES, help=cores_help)
     codec_help = "where nodes compress, with --as: what it costs on a card is an estimate (default host)"
     parser.add_argument("--codec-on", choices=("host", "device"), default="host", help=codec_help)
     held_help = "of the training thread by an exchange, with --as (default: as the planner counts it)"
@@ -558,7 +561,8 @@ def _place(options: argparse.Namespace, nodes: int) -> Place:
     job = Job(kind="alone", program=options.program, data=options.text)
     values = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(job.make().init, 0)))
     if options.model:
-        return place_as(options.model, values, options.hub_cores, options.codec_on, options.held_milliseconds)
+        cores = options.hub_cores, options.node_cores
+        return place_as(options.model, values, *cores, options.codec_on, options.held_milliseconds)
     link = ring_link(options.ratio, nodes, values, options.step_milliseconds / 1e3)
     return Place(step_milliseconds=options.step_milliseconds, link=link)
 

@@ -31,7 +31,7 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import read_steps
 from zmqtrain.core.specs import parse_count
 from zmqtrain.monitor.records import read_records
-from zmqtrain.planning.costs import exchange_costs, hub_threads
+from zmqtrain.planning.costs import NODE_LOCKED, exchange_costs, slab_threads
 from zmqtrain.planning.rules import canonical
 from zmqtrain.programs import parse_arguments
 from zmqtrain.sim import Scenario, SimNode, simulate
@@ -73,6 +73,8 @@ FAR = 0.3
 """A loss that is so much over the first target is scored more seldom."""
 STEP_MILLISECONDS = {"25M": 50.0, "100M": 180.0}
 """Of the larger models that `--as` knows."""
+NODE_CORES = 7.0
+"""Idle ones of the PCs that this is for: of eight, one feeds the card."""
 DILOCO_STEPS = 50
 DILOCO = ExchangeSettings(
     codec="float32",
@@ -95,14 +97,15 @@ class Place:
     """The machines of a run. link: of every port, bits per second.
 
     In virtual time besides: scale: codecs take the time of a model of so many times the values; codec_on: of nodes,
-    where.  hub_cores: those that share a release at the hub are so many at most.  held_milliseconds: of the training
-    thread, by each exchange.
+    where.  node_cores, hub_cores: idle ones, which share the work of a codec, and of a release at the hub.
+    held_milliseconds: of the training thread, by each exchange.
     """
 
     step_milliseconds: float = 100.0
     link: float = 6e6
     scale: float = 1.0
     codec_on: Literal["host", "device"] = "host"
+    node_cores: float = 1.0
     hub_cores: float = 1.0
     held_milliseconds: float = 0.0
 
@@ -365,6 +368,7 @@ def place_as(
     model: str,
     values: int,
     hub_cores: float = 1.0,
+    node_cores: float = NODE_CORES,
     codec_on: Literal["host", "device"] = "host",
     held_milliseconds: float | None = None,
 ) -> Place:
@@ -380,6 +384,7 @@ def place_as(
         link=1e9 / scale,
         scale=scale,
         codec_on=codec_on,
+        node_cores=node_cores,
         hub_cores=hub_cores,
         held_milliseconds=1e3 * held if held_milliseconds is None else held_milliseconds,
     )
@@ -434,7 +439,8 @@ def _simulate(job: Job, target: float) -> Line:
         max_seconds=job.max_steps * seconds + _joining_seconds(job),
         codec_scale=place.scale,
         codec_on=place.codec_on,
-        hub_threads=hub_threads(place.hub_cores),
+        node_threads=slab_threads(place.node_cores, NODE_LOCKED),
+        hub_threads=slab_threads(place.hub_cores),
     )
     program = _Seeded(_base(job.program, job.data, job.rate), job.make())
     with tempfile.TemporaryDirectory() as folder:

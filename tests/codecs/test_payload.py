@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.grids import examples
+from zmqtrain.averaging.held_rounds import SlabThreads
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import codec_from_spec, coding_from_spec
 from zmqtrain.codecs.payload import (
@@ -313,6 +314,29 @@ def test_payloads_that_are_on_their_way_are_subtracted_as_if_they_had_been_decod
     with pytest.raises(CodecError, match="segment 1 of 2"):
         odd = [np.ones(5, np.float32), np.ones(5, np.float64)]
         encode_payload(all_of(spec, odd), odd, less=[encode_payload(all_of(spec, odd), segments_of([5, 5]))])
+
+
+@every_codec
+def test_several_threads_make_the_same_frames_keep_the_same_states_and_decode_the_same_values(spec):
+    codecs, segments = all_of(spec, COUNTS), segments_of(COUNTS)
+    less = [encode_payload(codecs, segments_of(COUNTS, seed)) for seed in (1, 2)]
+    made = []
+    for threads in (1, 3):
+        each, states = SlabThreads(threads, least_values=1).each, initial_states(codecs, COUNTS)
+        frames = [encode_payload(codecs, segments, states, less[:count], each) for count in (0, 1, 2)]
+        values = [np.ones(count, np.float32) for count in COUNTS]
+        for number, payload in enumerate(frames):
+            decode_segments(codecs, payload, values, add=number > 0, each=each)
+        made.append((frames, np.concatenate(values).tobytes()))
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_earliest_segment_that_is_not_finite_is_named_whatever_the_number_of_threads(threads):
+    segments = segments_of(COUNTS)
+    segments[3][7] = segments[5][0] = np.inf
+    with pytest.raises(NonFiniteDelta, match="segment 3 of 6"):
+        encode_payload(all_of("int8", segments), segments, each=SlabThreads(threads, least_values=1).each)
 
 
 def test_a_segment_that_is_not_finite_is_named_by_its_index():

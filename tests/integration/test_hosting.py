@@ -245,6 +245,19 @@ def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by
     assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(large)
 
 
+def test_where_a_firewall_closes_the_hubs_other_ports_many_nodes_train_with_one_broker(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("zmqtrain.node.hosting.why_unanswered", lambda address, seconds: "Connection timed out")
+    run = RunSettings(start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder")
+    large = parameters() | {"wide": jnp.zeros((24, 4096))}
+    with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
+        trainers = [Trainer(first.address, f"pc-{number}", params=large, endless=True) for number in range(5)]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: exchanged(t, 1))
+        assert trainers[0].node.settings.shards == 1 and not any(map(hosts, trainers))
+        end(trainers)
+    assert "the model is not divided" in caplog.text and "Connection timed out" in caplog.text
+
+
 def test_where_one_of_many_nodes_needs_the_whole_model_at_one_broker_it_stays_whole(tmp_path):
     run = RunSettings(
         shards="auto", start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder", units=5

@@ -67,7 +67,7 @@ def planned(members: list[Member], share: LinkShare | None = None, **settings: o
 def load_of(
     planner: LoadPlanner, members: list[Member], steps: list[float], codec: str = TERNARY["codec"], held: float = 0.0
 ) -> Load:
-    return planner.load(MODEL, members, steps, planner.settings.at_first, codec, codec, held)
+    return planner.loads(MODEL, members, steps, planner.settings.at_first, held)(codec, codec)
 
 
 def test_the_load_is_what_the_nodes_have_said_and_what_the_hub_has_measured() -> None:

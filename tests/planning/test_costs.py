@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.planning.costs import COSTS, CodecCosts, costs_of, exchange_costs
+from zmqtrain.planning.costs import COSTS, NODE_LOCKED, CodecCosts, costs_of, exchange_costs, slab_threads
 
 EXCHANGE = {
     "parameters": 1e6,
@@ -46,6 +46,16 @@ def test_the_hubs_threads_share_what_sparse_contributions_add_to_a_release():
     assert one - two == pytest.approx(1e-3 * (4 * costs.held_ns + costs.release_ns) / 2)
     dense = EXCHANGE | {"nodes": 4}
     assert exchange_costs(**dense, hub_threads=2) == exchange_costs(**dense)
+
+
+def test_a_nodes_threads_share_what_its_codec_does_with_sparse_deltas():
+    sparse = EXCHANGE | {"codec": "topk:density=0.05+sign", "broadcast_codec": "topk:density=0.05+sign", "nodes": 4}
+    costs = costs_of("topk:density=0.05+sign")
+    one, two = (exchange_costs(**sparse, codec_on="host", node_threads=threads).node_seconds for threads in (1, 2))
+    assert one - two == pytest.approx(1e-3 * (costs.encode_ns + costs.decode_ns) / 2)
+    dense = EXCHANGE | {"codec_on": "host", "nodes": 4}
+    assert exchange_costs(**dense, node_threads=2) == exchange_costs(**dense)
+    assert slab_threads(1) == 1 < slab_threads(2, NODE_LOCKED) < slab_threads(2) < slab_threads(9) == slab_threads(4)
 
 
 def test_the_hub_pays_for_each_contribution_and_once_for_the_aggregate():

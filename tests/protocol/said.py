@@ -85,6 +85,7 @@ EXAMPLES: list[Message] = [
     Host(2),
     Host(2, "this node leaves", leaves=True),
     Host(2, unreached="tcp://10.0.0.1:1"),
+    Host(0, port=40000),
     Host(2, keys={"k" * 40: "pc-1", "h" * 40: "hub"}),
     Preempt("behind"),
     Quarantine("norm", "its norm is 1e6 times that of others", 10.0),

@@ -7,9 +7,25 @@ import pytest
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.protocol.effects import Broadcast, Divide, FollowShard, SendTo, ServeShard, TakeShard
+from zmqtrain.protocol.effects import (
+    AskPorts,
+    Broadcast,
+    Divide,
+    FollowShard,
+    SendTo,
+    ServeShard,
+    TakeShard,
+    TryPort,
+)
 from zmqtrain.protocol.groups import LATE_SECONDS
-from zmqtrain.protocol.hosting import HOST_SECONDS, LEAST_VALUES, RETURN_SECONDS, Hosting, division
+from zmqtrain.protocol.hosting import (
+    ANSWER_SECONDS,
+    HOST_SECONDS,
+    LEAST_VALUES,
+    RETURN_SECONDS,
+    Hosting,
+    division,
+)
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import Claim, Member, MemberState, ShardRegistry
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Host, Refused, Roster, Welcome, model_to_wire
@@ -290,15 +306,34 @@ def test_auto_is_one_broker_at_once_where_a_run_cannot_be_divided(settings, shar
 LARGE = (LeafSpec("w", (6, LEAST_VALUES), "float32"),)
 
 
-def undecided(hosts=True, whole=False, **settings):
-    """Return a hub at which five nodes ask for parameters; and what the last of them was answered in the next tick."""
+def waiting(hosts=True, whole=False, **settings):
+    """Return a hub at which five nodes ask for parameters."""
     hub = hub_of(hosts, **{"shards": "auto", "start_nodes": 5} | settings)
     for number in range(5):
         assert told(hub.tick(0.1), Fetch) == [], "nobody is asked before it is decided"
         peer = f"n{number}#1"
         hub.receive(peer, Hello(peer, whole=whole and number == 3), 0.0)
         assert told(hub.receive(peer, Fetch(-1, model_to_wire(LARGE), score=-float(number)), 0.0), Fetch) == []
-    return hub, hub.tick(0.2)
+    return hub
+
+
+def undecided(hosts=True, whole=False, ports=None, **settings):
+    """Return a hub at which five nodes ask for parameters and have tried ports; and its effects when it has decided.
+
+    ports: what a node answers that was asked to try a port, by its number; else its own, which the hub reaches.
+    """
+    hub = waiting(hosts, whole, **settings)
+    effects = hub.tick(0.2)
+    for effect in effects:
+        for peer in effect.peers if isinstance(effect, AskPorts) else ():
+            answer = (ports or {}).get(int(peer[1]), Host(0, port=40000))
+            for tried in hub.receive(peer, answer, 0.3):
+                assert tried == TryPort(peer, answer.port)
+                hub.hosting.trials.tried(peer, reached=answer.port != CLOSED)
+    return hub, effects if hub.settings.shards else hub.tick(0.4)
+
+
+CLOSED = 1
 
 
 def told(effects, kind):
@@ -315,6 +350,79 @@ def test_once_all_have_come_the_hub_says_how_many_shards_there_are_and_then_asks
     assert len(told(effects, Host)) == 5, "each serves one"
     (peer, welcome), *_ = told(hub.receive("late#1", Hello("late"), 0.3), Welcome)
     assert RunSettings.from_dict(welcome.settings).shards == 6 and peer == "late#1"
+
+
+def divisions(effects):
+    return [effect for effect in effects if isinstance(effect, Divide)]
+
+
+def test_before_a_model_is_divided_the_nodes_are_asked_once_whether_they_reach_another_port():
+    hub = waiting()
+    assert hub.tick(0.2) == [AskPorts(tuple(f"n{number}#1" for number in range(5)))]
+    assert hub.tick(0.3) == [] and hub.settings.shards == AUTO_SHARDS
+    assert hub.receive("n0#1", Host(0, port=40000), 0.4) == [TryPort("n0#1", 40000)]
+    assert hub.receive("n0#1", Host(0, port=40001), 0.4) == [], "one port of a node is tried, and once"
+    assert divisions(hub.tick(0.5)) == []
+
+
+def test_a_model_is_not_divided_if_a_node_does_not_reach_the_hubs_machine():
+    _, effects = undecided(ports={3: Host(0, "tcp://hub:40000: timed out")})
+    (divide,) = divisions(effects)
+    assert divide == Divide(1, "n3#1 does not reach another port of this machine: tcp://hub:40000: timed out")
+    assert told(effects, Fetch) == [("n0#1", Fetch())], "and the run begins at once"
+
+
+def test_a_model_is_not_divided_if_a_node_does_not_say_what_it_reaches():
+    hub = waiting()
+    hub.tick(0.2)
+    for number in range(4):
+        hub.receive(f"n{number}#1", Host(0, port=40000), 0.3)
+        hub.hosting.trials.tried(f"n{number}#1", reached=True)
+    for number in range(5):
+        hub.saw(f"n{number}#1", ANSWER_SECONDS)
+    assert divisions(hub.tick(0.2 + ANSWER_SECONDS - 0.1)) == []
+    ((_, why),) = [(d.shards, d.why) for d in divisions(hub.tick(0.2 + ANSWER_SECONDS))]
+    assert why.startswith("n4#1 does not say")
+
+
+@pytest.mark.parametrize("answer", [Host(0, port=CLOSED), Host(0, port=0), Host(0, port=65536), Host(0, port=-1)])
+def test_a_node_that_the_hub_does_not_reach_or_that_serves_nothing_is_asked_to_serve_none(answer):
+    hub, effects = undecided(ports={1: answer})
+    assert divisions(effects) == [Divide(5)]
+    asked = [peer for peer, host in told([*effects, *hub.tick(0.5)], Host) if host.shard]
+    assert asked == ["n0#1", "n2#1", "n3#1", "n4#1"]
+
+
+def test_a_model_is_not_divided_if_the_hub_reaches_no_node():
+    _, effects = undecided(ports=dict.fromkeys(range(5), Host(0, port=CLOSED)))
+    ((shards, why),) = [(divide.shards, divide.why) for divide in divisions(effects)]
+    assert shards == 1 and "reaches no other ports" in why
+
+
+def test_a_model_is_not_divided_if_the_hub_has_a_standby():
+    hub = waiting()
+    hub.receive("s#1", Hello("spare", "standby", address="tcp://spare:5555"), 0.1)
+    hub.tick(0.2)
+    for number in range(5):
+        hub.receive(f"n{number}#1", Host(0, port=0), 0.3)
+    ((shards, why),) = [(divide.shards, divide.why) for divide in divisions(hub.tick(0.4))]
+    assert shards == 1 and why.startswith("spare is its standby")
+
+
+def test_a_node_that_leaves_while_ports_are_tried_is_waited_for_no_more():
+    hub = waiting()
+    hub.tick(0.2)
+    for number in range(1, 5):
+        hub.receive(f"n{number}#1", Host(0, port=40000), 0.3)
+        hub.hosting.trials.tried(f"n{number}#1", reached=True)
+    hub.receive("n0#1", Goodbye(), 0.4)
+    assert divisions(hub.tick(0.5)) == [], "the run begins with five"
+    hub.receive("n5#1", Hello("n5#1"), 0.6)
+    hub.receive("n5#1", Fetch(-1, model_to_wire(LARGE)), 0.6)
+    assert hub.tick(0.7) == [AskPorts(("n5#1",))]
+    hub.receive("n5#1", Host(0, port=40000), 0.8)
+    hub.hosting.trials.tried("n5#1", reached=True)
+    assert divisions(hub.tick(0.9)) == [Divide(6)]
 
 
 @pytest.mark.parametrize("cause", [{"hosts": False}, {"whole": True}])

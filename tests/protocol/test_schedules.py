@@ -271,11 +271,11 @@ def test_a_plan_is_held_back_the_longer_the_less_it_gains_and_one_that_gains_nex
         machine, _ = replanning(wanted)
         machine.look(0, MODEL, team, 0.0)
         wanted.plan = Plan(2, 2, codec=INT8, gain=gain)
-        for quarter in range(1, 60):  # four versions a second
-            if machine.look(LEAD_VERSIONS + quarter, MODEL, team, 0.25 * quarter) is not None:
-                announced_at[gain] = quarter
+        for look in range(1, 60):  # two versions a look
+            if machine.look(LEAD_VERSIONS + 2 * look, MODEL, team, LOOK_SECONDS * look) is not None:
+                announced_at[gain] = look
                 break
-    in_full = max(HOLD_VERSIONS, round(4 * HOLD_SECONDS))
+    in_full = max(HOLD_VERSIONS // 2, round(HOLD_SECONDS / LOOK_SECONDS))
     assert announced_at == {1.05: 1 + in_full, 1.09: 1 + in_full, 1.25: 1 + in_full * 2 // 5, 1.5: 1 + in_full // 5}
 
 
@@ -298,6 +298,15 @@ def test_while_the_same_nodes_are_here_a_plan_is_computed_now_and_then_only() ->
     assert wanted.asked == 1 + round(1 / LOOK_SECONDS)
     machine.look(LEAD_VERSIONS, MODEL, crew("a", "b"), 1.0)
     assert wanted.asked == 2 + round(1 / LOOK_SECONDS), "at once for a newcomer"
+
+
+def test_a_plan_without_measurements_is_computed_now_and_then_only_too() -> None:
+    wanted = Wanted()
+    wanted.plan = Plan(12, 5, provisional=True)
+    machine, _ = replanning(wanted)
+    for hundredth in range(1, 101):
+        machine.look(1, MODEL, crew("a"), 0.01 * hundredth)
+    assert wanted.asked == round(1 / LOOK_SECONDS)
 
 
 def test_who_joins_or_leaves_changes_the_plan_at_once_but_not_before_the_last_one_holds() -> None:

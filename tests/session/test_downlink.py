@@ -244,6 +244,35 @@ def test_who_was_granted_chunks_and_sends_none_is_named_but_not_for_the_time_in_
     run(main())
 
 
+def test_who_was_sent_away_so_has_longer_each_time_and_others_do_not_wait_for_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(downlink_module, "clock", SimpleNamespace(monotonic=lambda: now))
+
+    def waits(peers: Peers) -> float:
+        nonlocal now
+        began = now
+        while not list(peers.downlink.uploads.idle_holders()):
+            now += 0.05
+        peers.downlink.uploads.forget(A)
+        return now - began
+
+    async def main() -> None:
+        peers = Peers(seconds=1000.0)
+        list(peers.downlink.uploads.idle_holders())
+        uploads, credits = peers.downlink.uploads, peers.downlink.uploads._credits
+        chunk = len(FRAME) / 1e6
+        for patience in (1, 2, 4, 8, 16, 32, 64, 64):
+            peers.publish(A, 1)
+            assert waits(peers) == pytest.approx(2 + patience * chunk, abs=0.1)
+            assert credits.in_flight_bytes == 0
+        peers.publish(A, 3)
+        assert (uploads._credits.holders[A], credits.in_flight_bytes) == (len(FRAME), 0), "one chunk, in no window"
+
+    run(main())
+
+
 def test_what_a_lane_has_no_room_for_goes_whole_and_in_order_once_it_has_and_holds_up_nobody_else(run: Run) -> None:
     async def main() -> None:
         peers = Peers(seconds=0.01)

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.transport.address import answers, parse_addresses, say_unreachable
+from zmqtrain.transport.address import OpenPort, answers, parse_addresses, say_unreachable, why_unanswered
 
 FIRST, SECOND = "tcp://pc1:5555", "tcp://pc2:5556"
 
@@ -34,3 +34,14 @@ def test_an_address_answers_where_something_listens():
         port = server.getsockname()[1]
         assert answers(f"tcp://127.0.0.1:{port}", 5.0)
     assert not answers(f"tcp://127.0.0.1:{port}", 5.0)
+
+
+def test_an_open_port_answers_until_its_time_is_over():
+    with pytest.raises(OSError):
+        OpenPort("tcp://203.0.113.1:0", 5.0)
+    port = OpenPort("tcp://*:0", 60.0)
+    assert why_unanswered(f"tcp://127.0.0.1:{port.number}", 5.0) == ""
+    assert why_unanswered(f"tcp://127.0.0.1:{port.number}", 5.0) == "", "others may try it too"
+    brief = OpenPort("tcp://127.0.0.1:0", 0.1)
+    brief.join()
+    assert why_unanswered(f"tcp://127.0.0.1:{brief.number}", 5.0) == "Connection refused"

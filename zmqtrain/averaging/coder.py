@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.averaging.gate import DeltaGate
+from zmqtrain.averaging.held_rounds import SlabThreads
 from zmqtrain.averaging.snapshot import decode_optimizer_state, split_snapshot
 from zmqtrain.codecs.base import Codec, codec_from_spec, coding_from_spec
 from zmqtrain.codecs.codec import State, fill_states, pack_states
@@ -251,7 +252,7 @@ class DeltaCoder:
         self._states: dict[int, list[State]] = {}
         self._kept_states: dict[int, list[NDArray[Any]]] = {}
         self._kept_on_device = False
-        self._vectors = Vectors()
+        self._vectors, self._threads = Vectors(), SlabThreads()
         self._gate = DeltaGate(settings)
 
     def kept(self, sequences: Sequence[int]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -359,10 +360,10 @@ class DeltaCoder:
             return device.encode(codecs, offer.segments, [(self._codecs(u), u.frames) for u in in_flight], states)
         segments = [np.asarray(segment) for segment in offer.segments]
         if all(u.codec == codec for u in in_flight):
-            return encode_payload(codecs, segments, states, [u.frames for u in in_flight])
+            return encode_payload(codecs, segments, states, [u.frames for u in in_flight], self._threads.each)
         sent = self._sum(in_flight)
         rest = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
-        return encode_payload(codecs, rest, states)
+        return encode_payload(codecs, rest, states, each=self._threads.each)
 
     def judge(self, offer: Offer, encoded: Encoded) -> str:
         """Return why a hub would refuse this u for its size, going by those of this node alone; "" if it would not."""
@@ -431,7 +432,7 @@ class DeltaCoder:
     def _sum(self, encoded: Sequence[Encoded]) -> list[Vector]:
         total = self._vectors.take_segments(self.layout.counts(encoded[0].fragment))
         for number, u in enumerate(encoded):
-            decode_segments(self._codecs(u), u.frames, total, add=number > 0)
+            decode_segments(self._codecs(u), u.frames, total, add=number > 0, each=self._threads.each)
         return total
 
     def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
@@ -440,5 +441,5 @@ class DeltaCoder:
             return self.device.decode(codecs, frames, counts)
         check_payload(codecs, frames, counts)
         segments = self._vectors.take_segments(counts)
-        decode_segments(codecs, frames, segments)
+        decode_segments(codecs, frames, segments, each=self._threads.each)
         return segments

@@ -35,6 +35,7 @@ from zmqtrain.parameter_server.parameters import ParameterKeeper, Parameters
 from zmqtrain.planning.plans import LoadPlanner
 from zmqtrain.planning.rules import canonical
 from zmqtrain.protocol.effects import (
+    AskPorts,
     Broadcast,
     Combine,
     Discard,
@@ -42,14 +43,16 @@ from zmqtrain.protocol.effects import (
     Divide,
     FollowShard,
     Forward,
+    SendTo,
     ServeShard,
     TakeShard,
+    TryPort,
 )
 from zmqtrain.protocol.fencing import latest_incarnation
 from zmqtrain.protocol.hosting import RETURN_SECONDS, Hosting
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import RUN_OVER
-from zmqtrain.protocol.messages import Goodbye, Relayed, Roster
+from zmqtrain.protocol.messages import Goodbye, Host, Relayed, Roster
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.session.environment import CodecExecutor, clock
 from zmqtrain.strategies.weights import Laggards, preemption_from_spec
@@ -109,6 +112,13 @@ class ShardsBeside:
 
     def take(self, shard: int) -> None:
         """Take over a shard that is followed."""
+
+    def open_port(self) -> int:
+        """Return a port of this machine at which something listens for a while."""
+        return 0
+
+    def try_port(self, peer: PeerId, port: int) -> None:
+        """Find out whether this machine reaches a port of a node's; call `port_tried` of the broker then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +199,12 @@ class Broker:
         self.admin = AdminService(self.core, self.loads, self.uploads, self.receiver, self.keeper, self.parameters)
         self.admin.watch = options.watch
         self.messages: MessageHandlers = {}
-        beside = options.beside or ShardsBeside()
+        beside = self._beside = options.beside or ShardsBeside()
         self.effects: EffectHandlers = {
             Disconnect: self._disconnect,
             Divide: self._divide,
+            AskPorts: self._ask_ports,
+            TryPort: lambda effect: beside.try_port(effect.peer, effect.port),
             ServeShard: lambda effect: beside.serve(effect.shard),
             FollowShard: lambda effect: beside.follow(effect.shard, effect.address),
             TakeShard: lambda effect: beside.take(effect.shard),
@@ -339,6 +351,11 @@ class Broker:
         if self.hub.hosting is not None:
             self.core.carry_out(self.hub.hosting.authorise(names))
 
+    def port_tried(self, peer: PeerId, reached: bool) -> None:
+        """Take note of whether this machine reaches a port of a node's; call it in the broker's loop."""
+        if self.hub.hosting is not None:
+            self.hub.hosting.trials.tried(peer, reached)
+
     def shard_reached(self, shard: int, address: str) -> None:
         """Let nodes hear where a shard is served, as this machine reaches it there; call it in the broker's loop."""
         if self.hub.hosting is not None:
@@ -370,7 +387,11 @@ class Broker:
 
     def _divide(self, effect: Divide) -> None:
         self.settings = self.aggregator.settings = self._planner.settings = self.hub.settings
-        self.log.divided(effect.shards, len(self.hub.members))
+        self.log.divided(effect.shards, effect.why)
+
+    def _ask_ports(self, effect: AskPorts) -> None:
+        question = Host(0, port=self._beside.open_port())
+        self.core.carry_out([SendTo(peer, question) for peer in effect.peers])
 
     def _disconnect(self, effect: Disconnect) -> None:
         peer = effect.peer

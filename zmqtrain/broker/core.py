@@ -304,8 +304,11 @@ class BrokerLog:
     def preempted(self, peer: PeerId, lender: PeerId) -> None:
         logger.info("%s is preempted: it goes on from the parameters of %s", self._name(peer), self._name(lender))
 
-    def divided(self, shards: int, members: int) -> None:
-        if shards > 1:
+    def divided(self, shards: int, why: str) -> None:
+        """why: the run has one broker, though a model of this size is divided."""
+        if why:
+            logger.warning("the model is not divided, and its nodes share the port of this machine: %s", why)
+        elif shards > 1:
             text = "the model is divided among %d brokers: this one, and one on the PC of each of %d nodes, if it can"
             logger.info(text, shards, shards - 1)
 

@@ -28,14 +28,17 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.planning.rules import canonical
+from zmqtrain.protocol.hosting import OPEN_SECONDS, TRY_SECONDS
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.environment import clock
 from zmqtrain.transport.address import (
+    OpenPort,
     connectable_host,
     local_address,
     parse_address,
     public_address,
     split_key,
+    why_unanswered,
     with_key,
 )
 from zmqtrain.transport.admission import Admission
@@ -526,6 +529,22 @@ class _Beside(ShardsBeside):
     def take(self, shard: int) -> None:
         if (running := self._running.get(shard)) is not None:
             running.take_over()
+
+    def open_port(self) -> int:
+        try:
+            return OpenPort(self._bind, OPEN_SECONDS).number
+        except OSError as error:
+            logger.warning("this machine opens no port for its nodes to try: %s", error)
+            return 0
+
+    def try_port(self, peer: PeerId, port: int) -> None:
+        host = self._channel.host_of(peer)
+
+        def attempt() -> None:
+            address = f"tcp://{connectable_host(host)}:{port}"
+            self._call(self._broker.port_tried, peer, bool(host) and not why_unanswered(address, TRY_SECONDS))
+
+        threading.Thread(target=attempt, name="zmqtrain-port", daemon=True).start()
 
     def close(self) -> None:
         """End all of them, each of which saves; then join the parts of the model, where all are here."""

@@ -73,7 +73,7 @@ class PlanConfig(PipelineOptions):
     critical: float = NODE_BATCHES
     """The critical batch size of your training, in batches of one node: with so many nodes a sample teaches half of
     what it does with one. `zmqtrain status` measures it in a run ("another PC would add ...")."""
-    shards: Shards = 1
+    shards: Shards = AUTO_SHARDS
     """How many brokers share the work; auto: as many as a broker's auto, on the hub and on nodes."""
     shards_on_nodes: bool = False
     """The brokers run on the nodes, and share their ports; else each has a port of its own."""

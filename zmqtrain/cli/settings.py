@@ -166,7 +166,7 @@ class RunOptions(CheckpointOptions, FileOptions, RunSettings):
     fragments: Fragments = AUTO_FRAGMENTS
     """Each exchange carries one of so many parts of the model, in turn; auto: each carries the whole model in a few
     parts, and the aggregate of the first comes down while the others go up."""
-    shards: Shards = 1
+    shards: Shards = AUTO_SHARDS
     """The model is divided among so many brokers; auto: one, and one on each node's PC where more than four nodes begin
     together (--start-nodes), all deltas count (aggregate mean, selection all), and the model is large enough: the hub
     decides when they have come. These PCs are trusted as the hub is; 1: the hub alone."""

@@ -15,13 +15,15 @@ frame declares.
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import sqrt
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,17 +159,32 @@ def initial_states(codecs: Sequence[Codec], counts: Sequence[int]) -> list[State
     return [slab.codec.init(slab.values) for slab in plan_payload(tuple(codecs), tuple(counts)).slabs]
 
 
+class Each(Protocol):
+    """Does a piece of work for each of several items that are independent, in one thread or in several."""
+
+    def __call__(self, work: Callable[[Run], object], items: Sequence[Run], values: int, /) -> None:
+        """Return when all is done. values: that all items have together. Raises what `work` raised for the earliest."""
+
+
+def one_by_one(work: Callable[[Run], object], items: Sequence[Run], values: int, /) -> None:
+    """See Each: in this thread."""
+    for item in items:
+        work(item)
+
+
 def encode_payload(
     codecs: Sequence[Codec],
     segments: Sequence[Array],
     states: list[State] | None = None,
     less: Sequence[Sequence[Buffer]] = (),
+    each: Each = one_by_one,
 ) -> tuple[bytearray, ...]:
     """Encode 1-D float32 segments (numpy, or what numpy can view), each with its codec, into frames.
 
     No values, no frames.  states: as from `initial_states`, changed in place once all is encoded; without them every
     slab begins afresh.  less: payloads of these very codecs and counts, which have passed `check_payload`: their sum,
     in order, is taken from the segments, slab by slab, so that nothing as large as a payload's values is allocated.
+    each: does the work of the runs, whose frames are the same in any number of threads.
     Raises NonFiniteDelta naming the segment's index, CodecError for another dtype or shape.
     """
     arrays = [np.asarray(segment) for segment in segments]
@@ -177,9 +194,12 @@ def encode_payload(
     counts = tuple(values.size for values in arrays)
     encoder, starts = SlabEncoder(codecs, counts, states), np.cumsum((0, *counts)).tolist()
     sent = Sent(codecs, counts, less)
-    for run in encoder.plan.runs:
+
+    def encode(run: Run) -> None:
         segment, (start, end) = encoder.plan.slabs[run.slabs.start].segment, encoder.plan.span(run)
         encoder.encode_run(run, arrays[segment][start - starts[segment] : end - starts[segment]], sent)
+
+    each(encode, encoder.plan.runs, starts[-1])
     return encoder.finish()
 
 
@@ -299,7 +319,7 @@ def _decode_run(plan: PayloadPlan, run: Run, frame: NDArray[np.uint8], out: Vect
 class Sent:
     """Payloads of one form, which have passed `check_payload`: their sum is subtracted from what is encoded.
 
-    codecs, counts: of each segment.  One thread uses it.
+    codecs, counts: of each segment.  Several threads may use it, each for slabs of its own.
     """
 
     def __init__(
@@ -307,7 +327,7 @@ class Sent:
     ) -> None:
         self._readers = [SlabReader(codecs, frames, counts) for frames in payloads]
         self._stacks: dict[int, NDArray[np.uint8]] = {}
-        self._rest = np.empty(0, np.float32)
+        self._local = threading.local()
 
     def frames(self, number: int) -> NDArray[np.uint8]:
         """Return one frame of each payload: uint8[payloads, bytes]."""
@@ -318,12 +338,13 @@ class Sent:
         return self._stacks[number]
 
     def subtract(self, values: Array, number: int, slab: Slab, frame: int) -> Array:
-        """Return a slab's values less the sum of what the payloads have of it; valid until the next call."""
+        """Return a slab's values less the sum of what the payloads have of it; valid until this thread's next call."""
         if not self._readers or values.dtype != np.float32:
             return values
-        if self._rest.size < slab.values:
-            self._rest = np.empty(slab.values, np.float32)
-        rest = self._rest[: slab.values]
+        kept: Vector | None = getattr(self._local, "rest", None)
+        if kept is None or kept.size < slab.values:
+            kept = self._local.rest = np.empty(slab.values, np.float32)
+        rest = kept[: slab.values]
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by its codec
             if slab.codec.sparse is not None and len(self._readers) == 1:
                 places, sent = slab.codec.sparse(self._readers[0].sections(number, frame), slab.values)
@@ -475,17 +496,26 @@ def decode_payload(
 
 
 def decode_segments(
-    codecs: Sequence[Codec], frames: Sequence[Buffer], segments: Sequence[Vector], *, add: bool = False
+    codecs: Sequence[Codec],
+    frames: Sequence[Buffer],
+    segments: Sequence[Vector],
+    *,
+    add: bool = False,
+    each: Each = one_by_one,
 ) -> None:
     """Decode a payload that `check_payload` has passed into its segments, each a contiguous float32 vector of its own.
 
-    With `add` onto the values there. Raises CodecError for other frames than the segments' sizes say.
+    With `add` onto the values there. each: does the work of the runs.
+    Raises CodecError for other frames than the segments' sizes say.
     """
     counts = tuple(segment.size for segment in segments)
     reader, starts = SlabReader(codecs, frames, counts), np.cumsum((0, *counts)).tolist()
-    for run in reader.runs():
+
+    def decode(run: Run) -> None:
         segment = reader.plan.slabs[run.slabs.start].segment
         reader.add(run.slabs, segments[segment], starts[segment], add)
+
+    each(decode, list(reader.runs()), starts[-1])
 
 
 _scratch = Scratch()

@@ -134,7 +134,7 @@ class RunSettings:
     fragments: int = AUTO_FRAGMENTS
     """Each exchange carries one of so many parts of the model, in turn; 0 (auto): each exchange carries the whole model
     in a few parts, and the aggregate of the first comes down while the others go up."""
-    shards: int = 1
+    shards: int = AUTO_SHARDS
     """The model is divided among so many brokers: each has a share of it, equal in bytes, and an exchange goes to all
     of them. 0 (auto): one; and one on each node's PC where more than four nodes begin together (start_nodes), all
     deltas count (aggregate mean, selection all), and the model is large enough. The hub decides when they have come.

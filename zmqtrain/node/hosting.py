@@ -12,13 +12,39 @@ import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
-from zmqtrain.transport.address import parse_address
+from zmqtrain.protocol.hosting import OPEN_SECONDS, TRY_SECONDS
+from zmqtrain.transport.address import OpenPort, connectable_host, parse_address, why_unanswered
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 30.0
+
+
+def listen_like(first: str) -> str:
+    """Return where the broker of a shard listens: at a free port of every interface. first: the first broker's."""
+    return f"tcp://{'[::]' if ':' in parse_address(first)[0] else '*'}:0"
+
+
+def try_port(first: str, port: int, serves: bool, answer: Callable[[str, int], None]) -> None:
+    """Find out, in a thread, whether this PC reaches another port of the hub's machine than the broker's.
+
+    first: the first broker's address.  port: to be tried.  serves: a port is opened here, to be tried from there.
+    answer: called, in that thread, with why it is not reached ("" if it is), and the port that is open here, 0 for
+    none.
+    """
+    address = f"tcp://{connectable_host(parse_address(first)[0])}:{port}"
+
+    def attempt() -> None:
+        why, own = why_unanswered(address, TRY_SECONDS), 0
+        if serves and not why:
+            with contextlib.suppress(OSError):
+                own = OpenPort(listen_like(first), OPEN_SECONDS).number
+        answer(f"{address}: {why}" if why else "", own)
+
+    threading.Thread(target=attempt, name="zmqtrain-port", daemon=True).start()
 
 
 class HostedBroker:
@@ -31,10 +57,9 @@ class HostedBroker:
 
     def __init__(self, shard: int, shards: int, first: str, pair: CurveKeys | None) -> None:
         self.shard = shard
-        bind = f"tcp://{'[::]' if ':' in parse_address(first)[0] else '*'}:0"
         command = [
             *(sys.executable, "-m", "zmqtrain.cli.broker", "--shard", f"{shard}/{shards}", "--first", first),
-            *("--bind", bind, "--no-checkpoint", "--follow-stdin"),
+            *("--bind", listen_like(first), "--no-checkpoint", "--follow-stdin"),
             *(("--insecure",) if pair is None else ("--keys", "-")),
         ]
         self._process = subprocess.Popen(

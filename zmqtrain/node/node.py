@@ -50,7 +50,7 @@ from zmqtrain.core.types import (
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint, SavedNode
 from zmqtrain.node.codec import CodecOn, Inbox, NodeCodec, codec_failure
-from zmqtrain.node.hosting import END_SECONDS, HostedBroker
+from zmqtrain.node.hosting import END_SECONDS, HostedBroker, try_port
 from zmqtrain.node.offers import Offers, Restarts
 from zmqtrain.node.progress import Progress, paces
 from zmqtrain.node.units import Batch, Source, UnitQueue
@@ -812,9 +812,14 @@ class Node(NullListener):
     def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
         """See Listener: serve a shard as the first broker asks, or say why not."""
         assert isinstance(message, Host)
-        if why := self._host(message.shard):
+        if not message.shard:
+            try_port(self.link.address, message.port, self.options.hosts is not None, self._tell_ports)
+        elif why := self._host(message.shard):
             self.link.send(Host(message.shard, printable(why)))
         return True
+
+    def _tell_ports(self, why: str, port: int) -> None:
+        self.link.call(lambda: self.link.send(Host(0, printable(why), port=port)))
 
     def _host(self, shard: int) -> str:
         """Serve a shard; return why it is not served, "" if it is."""

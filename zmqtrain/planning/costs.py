@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import combinations, product
 from typing import Any, Literal, NamedTuple
 
@@ -286,12 +287,16 @@ CARD_FRAME_NS = 1.0
 LOCKED = 0.25
 """That part of a release at the hub holds the interpreter's lock: counted from a profile, an estimate until it is
 measured on a machine with idle cores."""
+NODE_LOCKED = 0.4
+"""The same of a node's codec: two threads on two idle cores encode 24M values (top-3 % + sign), less what is in flight,
+and decode as many, 1.43 times as fast as one (medians of 12 by turns). More than two were not measured."""
 
 
-def hub_threads(cores: float) -> float:
-    """Return by how much a hub with so many idle cores divides the time of a release. Source: Amdahl's law."""
+def slab_threads(cores: float, locked: float = LOCKED) -> float:
+    """Return by how much a machine with so many idle cores divides the time of a release, or of a node's codec. Source:
+    Amdahl's law."""
     threads = min(max(cores, 1.0), MOST_THREADS)
-    return 1 / (LOCKED + (1 - LOCKED) / threads)
+    return 1 / (locked + (1 - locked) / threads)
 
 
 @dataclass(frozen=True)
@@ -303,6 +308,7 @@ class ExchangeCosts:
     thread_seconds: float
 
 
+@lru_cache(maxsize=256)
 def costs_of(spec: str) -> CodecCosts:
     """Return what the codec of most parameters costs; one that was not measured, as the slowest of those that were.
 
@@ -333,6 +339,7 @@ def exchange_costs(
     in_flight: int = 0,
     node_ns: float | None = None,
     hub_ns: float | None = None,
+    node_threads: float = 1.0,
     hub_threads: float = 1.0,
     held_seconds: float | None = None,
 ) -> ExchangeCosts:
@@ -341,23 +348,22 @@ def exchange_costs(
     parameters: of the fragment.  step_on, codec_on: the card, or the processor.  in_flight: deltas of this fragment
     that a node has in flight when it encodes the next.  node_ns, hub_ns: measured ones, all of a node's per
     parameter, and all of the hub's per parameter and contribution, take the place of the sums here; held_seconds the
-    same, of the training thread.  hub_threads: by how much the hub's threads divide the time of a release, where
-    contributions are sparse; other releases are done by one thread.
+    same, of the training thread.  node_threads, hub_threads: by how much a node's threads divide the time of its codec
+    on the processor, and the hub's that of a release; both where deltas are sparse, else one thread is counted.
     """
     up, down = costs_of(codec), costs_of(broadcast_codec)
-    moved = bytes_up + bytes_down
+    moved, sparse = bytes_up + bytes_down, up.held_ns > 0
     if node_ns is not None:
         node = 1e-9 * node_ns * parameters
     elif codec_on == "device":
         node = 1e-9 * (CARD_FRAME_NS + TRANSPORT_NODE_NS) * moved
     else:
         of_codec = up.encode_ns + in_flight * up.subtract_ns + down.decode_ns
-        node = 1e-9 * (of_codec * parameters + TRANSPORT_NODE_NS * moved)
+        node = 1e-9 * (of_codec * parameters / (node_threads if sparse else 1.0) + TRANSPORT_NODE_NS * moved)
     if hub_ns is not None:
         hub = 1e-9 * nodes * hub_ns * parameters / shards
     else:
-        threads = hub_threads if up.held_ns else 1.0
-        of_codec = nodes * up.accumulate_ns + (nodes * up.held_ns + down.release_ns) / threads
+        of_codec = nodes * up.accumulate_ns + (nodes * up.held_ns + down.release_ns) / (hub_threads if sparse else 1.0)
         hub = 1e-9 * (of_codec * parameters + nodes * TRANSPORT_HUB_NS * moved) / shards
     if held_seconds is None:
         per_parameter = REBASE_NS if step_on == "host" else CARD_NS if codec_on == "device" else 0.0

@@ -10,7 +10,7 @@ that lies, does not decide for all; and no number that a node reports can end th
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Protocol
@@ -22,7 +22,7 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO, RunSettings, pieces_of
 from zmqtrain.core.specs import parse_rate
 from zmqtrain.core.types import ModelSpec, count_values
-from zmqtrain.planning.costs import Place, exchange_costs, hub_threads
+from zmqtrain.planning.costs import NODE_LOCKED, Place, exchange_costs, slab_threads
 from zmqtrain.planning.schedule import (
     CODECS,
     NODE_BATCHES,
@@ -138,6 +138,7 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_fli
     in_flight: earlier deltas of a fragment that a node has in flight when it encodes the next (`exchange_costs`).
     """
     sizes = exchange_bytes(model_of(wish.parameters), codec, broadcast_codec, fragments, wish.shards)
+    step_cores = wish.cores if wish.step_on == "host" else 1.0
     costs = exchange_costs(
         wish.parameters / fragments,
         sizes.up,
@@ -151,7 +152,8 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_fli
         in_flight=in_flight,
         node_ns=wish.node_ns,
         hub_ns=wish.hub_ns,
-        hub_threads=hub_threads(wish.hub_cores),
+        node_threads=slab_threads(wish.cores - step_cores, NODE_LOCKED),
+        hub_threads=slab_threads(wish.hub_cores),
         held_seconds=0.0,
     )
     at_once = fragments if wish.carries_all else 1
@@ -166,7 +168,6 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_fli
         codec_on=wish.codec_on,
         held_seconds=wish.held_seconds,
     )
-    step_cores = wish.cores if wish.step_on == "host" else 1.0
     return Load(
         nodes=wish.nodes,
         step_seconds=wish.step_seconds,
@@ -290,10 +291,7 @@ class LoadPlanner:
         if not (known or FLOAT_BYTES * count_values(model) < LEAST_MEASURED_BYTES):
             return None
         held = _median_seconds(one.report.held_seconds for one in members if one.report is not None)
-
-        def load(codec: str, broadcast_codec: str) -> Load:
-            return self.load(model, members, steps, now, codec, broadcast_codec, held)
-
+        load = self.loads(model, members, steps, now, held)
         given = self.settings
         ways = [(codec, broadcast) for codec in self._codecs() for broadcast in self._broadcast_codecs(codec)]
         every, delay = given.every, given.delay  # 0, -1: auto
@@ -331,24 +329,16 @@ class LoadPlanner:
             f"{option.prediction.busiest} is the limit"
         )
 
-    def load(
-        self,
-        model: ModelSpec,
-        members: Sequence[Member],
-        steps: Sequence[float],
-        now: RunSettings,
-        codec: str,
-        broadcast_codec: str,
-        held: float,
-    ) -> Load:
-        """Return the load of these live nodes with these codecs.
+    def loads(
+        self, model: ModelSpec, members: Sequence[Member], steps: Sequence[float], now: RunSettings, held: float
+    ) -> Callable[[str, str], Load]:
+        """Return the function that gives the load of these live nodes, with one codec up and one down.
 
         steps: the seconds of a step, of those that have said it.  now: what holds, and was measured.  held: seconds.
         """
         settings, nodes, values, shards = self.settings, len(members), count_values(model), self.settings.shards
         fragments = settings.fragments_of(model)
         at_once = fragments if settings.carries_all else 1
-        sizes = exchange_bytes(model, codec, broadcast_codec, fragments, shards)
         slowest_counts = settings.waits or self._rule.one_each
         fastest = max((one.measured for one in members), default=0.0)
         shares = [LinkShare(one.link, one.share) for one in members if one.link_rate > 0]
@@ -358,32 +348,41 @@ class LoadPlanner:
         percentile = 100 - REFERENCE_PERCENTILE if settings.follows_speed else 50.0
         measured_step = float(np.percentile(steps, percentile))
         coded = _median_seconds(one.report.exchange_seconds for one in members if one.report is not None)
-        ways = codec, broadcast_codec, nodes, shards
-        here = exchange_costs(values / fragments, sizes.up, sizes.down, *ways, codec_on="host")
         holding = exchange_bytes(model, now.codec, now.broadcast_codec, fragments, shards)
         ways = now.codec, now.broadcast_codec, nodes, shards
         there = exchange_costs(values / fragments, holding.up, holding.down, *ways, codec_on="host")
-        # what was measured is of the codec that holds, and of this broker's shard; the table says how another codec
-        # compares with it
-        node_seconds = shards * coded * here.node_seconds / there.node_seconds
         meter = self.meter
         contribution, port = (0.0, 0.0) if meter is None else (meter.contribution_seconds(), meter.port_measured)
-        hub_seconds = nodes * contribution * here.hub_seconds / there.hub_seconds
-        return Load(
+        aggregates = self._aggregates(nodes)
+        base = Load(
             nodes=nodes,
             step_seconds=max(measured_step - held / now.every, LEAST_STEP_SHARE * measured_step),
-            bytes_up=at_once * sizes.up,
-            bytes_down=round(at_once * sizes.down * self._aggregates(nodes)),
+            bytes_up=0,
+            bytes_down=0,
             node_rate=typical,
             hub_rate=self.share.usable(max(typical_rate(members), port) or payload_rate(ASSUMED_BITS)),
             fragments=1 if settings.carries_all else fragments,
             shards=shards,
             on_nodes=meter is not None and meter.shards_on_nodes and 1 < shards <= nodes + 1,
             pieces=fragments if settings.carries_all else 0,
-            node_seconds=at_once * node_seconds,
-            hub_seconds=at_once * hub_seconds,
             held_seconds=held,
         )
+
+        def load(codec: str, broadcast_codec: str) -> Load:
+            sizes = exchange_bytes(model, codec, broadcast_codec, fragments, shards)
+            ways = codec, broadcast_codec, nodes, shards
+            here = exchange_costs(values / fragments, sizes.up, sizes.down, *ways, codec_on="host")
+            # what was measured is of the codec that holds, and of this broker's shard; the table says how another
+            # codec compares with it
+            return replace(
+                base,
+                bytes_up=at_once * sizes.up,
+                bytes_down=round(at_once * sizes.down * aggregates),
+                node_seconds=at_once * shards * coded * here.node_seconds / there.node_seconds,
+                hub_seconds=at_once * nodes * contribution * here.hub_seconds / there.hub_seconds,
+            )
+
+        return load
 
     def _aggregates(self, nodes: int) -> float:
         match self._rule:

@@ -47,9 +47,23 @@ class Expect(Effect, frozen=True):
 
 
 class Divide(Effect, frozen=True):
-    """The model of this run, which has not begun, is divided among so many brokers."""
+    """The model of this run, which has not begun, is divided among so many brokers. why: of one alone."""
 
     shards: int
+    why: str = ""
+
+
+class AskPorts(Effect, frozen=True):
+    """Listen at a further port of this machine, and ask these nodes whether they reach it."""
+
+    peers: tuple[PeerId, ...]
+
+
+class TryPort(Effect, frozen=True):
+    """Try whether this machine reaches a port of a node's."""
+
+    peer: PeerId
+    port: int
 
 
 class ServeShard(Effect, frozen=True):
@@ -305,7 +319,7 @@ class Connect(Effect, frozen=True):
 HubEffect = (
     SendTo | Broadcast | Expect | Found | Average | Propose | Lend | Serve | Replicate | Hear | Rewind | Answer
     | Forward | Consult | Combine | Discard | Accumulate | Dismiss | Reduce | Rebase | TakeBack | Disconnect
-    | Divide | ServeShard | FollowShard | TakeShard
+    | Divide | AskPorts | TryPort | ServeShard | FollowShard | TakeShard
 )
 # fmt: on
 PeerEffect = Send | Connect | Expect | Serve | Deliver | Withdraw | Disconnect

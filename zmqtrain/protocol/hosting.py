@@ -12,18 +12,21 @@ by themselves.
 Rule 5: nodes hear where a shard is served once the hub's machine has reached that broker. One that it does not reach,
 because a firewall is closed, is sent away, and the next node is asked. So is one that a node says it does not reach;
 in a run that has begun the hub's machine takes its shard over once two nodes say so.
-Rule 6: where the hub has keys, the broker of a node registers with its node's key, one that was asked for this shard or
+Rule 6: before auto divides a model, the nodes try another port of the hub's machine, and that tries a port of each. If
+a node does not reach the hub's machine there is one broker, for what a node leaves would be out of its reach; a node
+that is not reached is asked to serve nothing.
+Rule 7: where the hub has keys, the broker of a node registers with its node's key, one that was asked for this shard or
 has registered it before. It is told the public keys that come in at the hub then, and when they have changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zmqtrain.core.settings import AUTO_FRAGMENTS
 from zmqtrain.core.types import ModelSpec, PeerId, count_values
-from zmqtrain.protocol.effects import FollowShard, HubEffect, SendTo, ServeShard, TakeShard
+from zmqtrain.protocol.effects import AskPorts, FollowShard, HubEffect, SendTo, ServeShard, TakeShard, TryPort
 from zmqtrain.protocol.members import Member, ShardRegistry
 from zmqtrain.protocol.messages import Host
 
@@ -31,6 +34,15 @@ HOST_SECONDS = 30.0
 RETURN_SECONDS = 30.0
 MOST_COMPLAINTS = 2
 """So many nodes that do not reach a broker are believed, where others have reached it."""
+
+TRY_SECONDS = 5.0
+"""A port is tried for so long."""
+ANSWER_SECONDS = 3 * TRY_SECONDS
+"""So long nodes have to say whether they reach a port."""
+OPEN_SECONDS = 2 * ANSWER_SECONDS
+"""So long a port stays open that others try."""
+
+MOST_PORT = 65535
 
 LEAST_VALUES = 1 << 14
 """A fragment of a shard has at least so many values: of fewer the heads would be a large part."""
@@ -53,6 +65,61 @@ class _Asked:
     voter: str
 
 
+@dataclass
+class _Trial:
+    """Ports tried with one node. since: when it was asked.  heard: it reaches the hub's.  serves: the hub reaches its
+    own; None: that is not known yet."""
+
+    since: float
+    heard: bool = False
+    serves: bool | None = None
+
+
+class PortTrials:
+    """Who reaches whom at other ports than the hub's, found out before a model is divided."""
+
+    def __init__(self) -> None:
+        self._trials: dict[PeerId, _Trial] = {}
+        self._obstacle = ""
+
+    def look(self, nodes: Sequence[Member], now: float) -> tuple[list[HubEffect], list[PeerId] | None, str]:
+        """Return what to do, which of these nodes can serve (None: not known yet), and why the model is not divided."""
+        known = {node.peer: self._trials[node.peer] for node in nodes if node.peer in self._trials}
+        new = tuple(node.peer for node in nodes if node.peer not in known)
+        self._trials = known | {peer: _Trial(now) for peer in new}
+        late = next((n for n in nodes if not self._trials[n.peer].heard and self._waited(n.peer, now)), None)
+        if late is not None:
+            text = f"{late.name} does not say whether it reaches another port of this machine than the broker's"
+            self._obstacle = self._obstacle or text
+        if self._obstacle:
+            return [], [], self._obstacle
+        if any(trial.serves is None and not self._waited(peer, now) for peer, trial in self._trials.items()):
+            return [AskPorts(new)] if new else [], None, ""
+        serving = [peer for peer, trial in self._trials.items() if trial.serves]
+        return [], serving, "" if serving else "this machine reaches no other ports of its nodes' than they came from"
+
+    def _waited(self, peer: PeerId, now: float) -> bool:
+        return now - self._trials[peer].since >= ANSWER_SECONDS
+
+    def answered(self, node: Member, answer: Host) -> list[HubEffect]:
+        """A node says whether it reaches the hub's machine; its own port is to be tried then."""
+        if (trial := self._trials.get(node.peer)) is None or trial.heard:
+            return []
+        if answer.text:
+            self._obstacle = f"{node.name} does not reach another port of this machine: {answer.text}"
+            return []
+        trial.heard = True
+        if 0 < answer.port <= MOST_PORT:
+            return [TryPort(node.peer, answer.port)]
+        trial.serves = False
+        return []
+
+    def tried(self, peer: PeerId, reached: bool) -> None:
+        """The hub's machine has tried a node's port."""
+        if (trial := self._trials.get(peer)) is not None:
+            trial.serves = reached
+
+
 class Hosting:
     """The first broker's part in who serves which shard. start_nodes: with which the run begins.  not_before: in a run
     that goes on, the time before which nobody is asked.
@@ -63,6 +130,7 @@ class Hosting:
     def __init__(self, registry: ShardRegistry, start_nodes: int, not_before: float = 0.0) -> None:
         self._start_nodes, self._not_before = start_nodes, not_before
         self.keys: Mapping[str, str] | None = {}
+        self.trials = PortTrials()
         self.divided(registry)
         self._asked: dict[int, _Asked] = {}
         self._keyed: dict[int, str] = {}  # shards that are registered with the key of a node
@@ -119,6 +187,10 @@ class Hosting:
             return ServeShard(shard)
         self._asked[shard] = _Asked(free.peer, now, free.voter)
         return SendTo(free.peer, Host(shard))
+
+    def spare(self, peers: Iterable[PeerId]) -> None:
+        """Ask these nodes to serve nothing."""
+        self._declined.update(peers)
 
     def declines(self, peer: PeerId, host: Host) -> list[HubEffect]:
         """A node says that it does not serve a shard, or that it is about to leave one. It is believed too where nobody

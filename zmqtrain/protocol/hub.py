@@ -1198,12 +1198,24 @@ class Hub:
             return []
         whole = self.hosting is None or self.exchange or any(one.whole for one in waiting)
         shards = 1 if whole else division(len(waiting), waiting[0].model, self.settings.fragments)
+        why = ""
+        if shards > 1:
+            assert self.hosting is not None
+            effects, serving, why = self.hosting.trials.look(waiting, now)
+            if serving is None:
+                return effects
+            self.hosting.spare(one.peer for one in waiting if one.peer not in serving)
+            if self.standby is not None:
+                why = f"{self.standby.name} is its standby, and a standby follows one broker"
+            shards = 1 if why else division(len(serving), waiting[0].model, self.settings.fragments)
         self.divided(shards)
-        return [Divide(shards), Broadcast(self.roster(now)), *self._begun(self.initialization.go_on())]
+        return [Divide(shards, why), Broadcast(self.roster(now)), *self._begun(self.initialization.go_on())]
 
     def _on_host(self, member: Member, host: Host, now: float) -> list[HubEffect]:
         if self.hosting is None:
             return []
+        if not host.shard:
+            return self.hosting.trials.answered(member, host)
         if not host.unreached:
             return self.hosting.declines(member.peer, host)
         effects, holder = self.hosting.unreached(member.peer, host, self.version >= 0)

@@ -326,6 +326,8 @@ class Host(Message, frozen=True):
     serves: these keys come in with you. Node to the first: I do not serve it, and why; or, leaves, I have served it,
     and am about to leave; or, unreached, I do not reach its broker at this address.
 
+    Of shard 0 the first asks, before it divides the model: do you reach this port of my machine? The node answers with
+    a port of its own to be tried, 0 where it serves nothing, or says in `text` why it does not reach the first's.
     keys: public ones, with their names.
     """
 
@@ -334,6 +336,7 @@ class Host(Message, frozen=True):
     leaves: bool = False
     keys: dict[str, str] = {}
     unreached: str = ""
+    port: int = 0
 
 
 class Preempt(Message, frozen=True):

@@ -35,7 +35,7 @@ LEAST_GAIN, USUAL_GAIN = 1.03, 0.1
 """Another plan makes the run at least this many times as fast. One that gains less than a tenth is held back for all of
 `HOLD_VERSIONS` and `HOLD_SECONDS`, one that gains more for a part of them."""
 MOST_STEPS = 1 << 20
-LOOK_SECONDS = 0.25  # between two plans, while the same nodes are here
+LOOK_SECONDS = 0.5  # between two plans, while the same nodes are here
 LONGEST_SPEC = 256
 PLANNED = ("every", "delay", "codec", "broadcast_codec", "outer")
 """The settings that a plan chooses and a schedule announces."""
@@ -150,6 +150,7 @@ class Replanning:
         self._from_version: Version = -1
         self._other_since: tuple[Version, float] | None = None
         self._looked_at = -inf
+        self._looked_for: frozenset[PeerId] = frozenset()
 
     def look(self, version: Version, model: ModelSpec, members: Sequence[Member], now: float) -> Schedule | None:
         """Return the schedule to announce now, which is in the timetable already; None: what holds is good.
@@ -160,9 +161,9 @@ class Replanning:
         settings = self._timetable.at(max(version, self._from_version))
         if self._planner is None or version < 0 or not members or version < self._from_version:
             return None
-        if nodes == self._nodes and now < self._looked_at + LOOK_SECONDS:
+        if nodes == self._looked_for and now < self._looked_at + LOOK_SECONDS:
             return None
-        self._looked_at = now
+        self._looked_at, self._looked_for = now, nodes
         plan = self._planner(model, members, settings)
         if plan is None or (plan.provisional and version > 0):
             return None

@@ -61,6 +61,11 @@ idle while a grant travels (with 1 MiB it was idle a quarter of the time), and a
 GRANT_SECONDS, SLOWEST_BYTES_PER_SECOND = 2.0, 1e6
 """A node that was granted chunks and sends none for so long, and the time they take at that rate, is sent away, because
 other nodes need its part of the window."""
+MOST_PATIENCE = 64.0
+"""Each time that a node was sent away so it has twice the time, up to so many times: its link may be slower than that,
+and it could never send a chunk. At 16 kB/s and more each chunk comes. It has one at a time then, beside the window."""
+MOST_SLOW = 512
+"""So many slow nodes are remembered, the latest."""
 
 GIGABIT_BYTES_PER_SECOND = 125e6
 
@@ -87,6 +92,7 @@ class UploadFlowControl:
         self._slowest = SLOWEST_BYTES_PER_SECOND
         self._lines: dict[PeerId, _UploadLine] = {}
         self._looked = 0.0  # for idle holders
+        self._patience: dict[PeerId, float] = {}  # with those that have been idle
         self._again = Timer()
 
     # ------------------------------------------------------------------ shares
@@ -155,7 +161,8 @@ class UploadFlowControl:
         return whole
 
     def idle_holders(self) -> Iterator[PeerId]:
-        """Give the peers that were granted chunks and have sent none for longer than these take on a slow link.
+        """Give the peers that were granted chunks and have sent none for longer than these take on a slow link; a peer
+        that was given before has longer.
 
         Call it regularly: time in which it was not called does not count, because chunks of it may wait to be received.
         """
@@ -165,8 +172,19 @@ class UploadFlowControl:
             if (line := self._lines.get(peer)) is None:
                 continue
             line.arrived_at = min(now, line.arrived_at + late)
-            if now - line.arrived_at > GRANT_SECONDS + granted / self._slowest:
+            patience = self._patience.get(peer, 1.0)
+            if now - line.arrived_at > GRANT_SECONDS + patience * granted / self._slowest:
+                self._be_patient(peer, 2 * patience)
                 yield peer
+
+    def _be_patient(self, peer: PeerId, patience: float) -> None:
+        self._patience.pop(peer, None)
+        self._patience[peer] = min(patience, MOST_PATIENCE)
+        self._credits.set_aside(peer)
+        if len(self._patience) > MOST_SLOW:
+            earliest = next(iter(self._patience))
+            del self._patience[earliest]
+            self._credits.bring_back(earliest)
 
     def forget(self, peer: PeerId) -> None:
         """Drop all transfers of a peer, and give the others its part of the window."""

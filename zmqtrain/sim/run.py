@@ -181,6 +181,7 @@ def _costs(scenario: Scenario, values: int, settings: RunSettings, nodes: int) -
         broadcast_codec,
         nodes,
         codec_on=scenario.codec_on,
+        node_threads=scenario.node_threads,
         hub_threads=scenario.hub_threads,
     )
 

@@ -109,7 +109,8 @@ class Scenario:
     target_loss: the run is over when it scores so.  max_seconds: or when so much virtual time is over.
     node_codec_ns, hub_codec_ns: time of the codec threads per value that they encode, decode or add.
     codec_scale: instead, codecs take what the planner's table says of them, for a model of so many times the values (0:
-    they do not); on the processor or the card of a node (codec_on), and on so many threads of the hub (hub_threads).
+    they do not); on the processor or the card of a node (codec_on), and by so many threads there and at the hub
+    (node_threads, hub_threads).
     score_nodes: each node's own final parameters are scored too.
     shards_on_nodes: of several brokers the first has the hub's port, and each other shares that of a node; else each
     has a port as the hub's.
@@ -128,6 +129,7 @@ class Scenario:
     hub_codec_ns: float = 0.0
     codec_scale: float = 0.0
     codec_on: Place = "host"
+    node_threads: float = 1.0
     hub_threads: float = 1.0
     score_nodes: bool = False
     shards_on_nodes: bool = True
@@ -159,8 +161,9 @@ class Scenario:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.codec_on not in ("host", "device"):
             raise ConfigError(f'codec_on must be "host" or "device", got {self.codec_on!r}')
-        if not self.hub_threads >= 1:
-            raise ConfigError(f"hub_threads must be at least 1, got {self.hub_threads}")
+        for name in ("node_threads", "hub_threads"):
+            if not getattr(self, name) >= 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.max_seconds > 0:
             raise ConfigError(f"max_seconds must be more than 0, got {self.max_seconds:g}")
         ends = self.settings.units or self.max_seconds < inf

@@ -7,10 +7,13 @@ hub's: of a shard that a node serves. People see it without.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import re
 import socket
+import threading
+import time
 from collections.abc import Sequence
 
 from zmqtrain.core.errors import AddressInUse, ConfigError, NotHereYet
@@ -47,11 +50,43 @@ def split_key(address: str) -> tuple[str, bytes | None]:
 
 def answers(address: str, seconds: float) -> bool:
     """Return whether something listens at an address; waits so long at most."""
+    return not why_unanswered(address, seconds)
+
+
+def why_unanswered(address: str, seconds: float) -> str:
+    """Return why nothing answers at an address, "" if something does; waits so long at most."""
     try:
         socket.create_connection(parse_address(address), seconds).close()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+class OpenPort:
+    """A free port of this machine, `number`, at which it listens for so many seconds: others see whether they reach it.
+
+    like: the address of a port like it, of the same interfaces. Raises OSError where none can be had.
+    """
+
+    def __init__(self, like: str, seconds: float) -> None:
+        host = parse_address(like)[0]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server(("" if host == "*" else host, 0), family=family)
+        self.number: int = self._socket.getsockname()[1]
+        self._until = time.monotonic() + seconds
+        self._thread = threading.Thread(target=self._listen, name="zmqtrain-port", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until its time is over."""
+        self._thread.join()
+
+    def _listen(self) -> None:
+        with self._socket:
+            while (left := self._until - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                with contextlib.suppress(OSError):
+                    self._socket.accept()[0].close()
 
 
 def check_reachable(address: str) -> None:

@@ -455,9 +455,10 @@ class Credits:
     that waits; among equals to one peer after the other, chunk by chunk; within a peer in the order asked.  A chunk
     that does not fit is waited for, never overtaken: what is small does not starve what is large. A silent peer holds
     its part of the window until `forget`.  A peer whose own link is used up (`limit`) is passed over until it has room;
-    while the hub's own link (`bucket`) is used up, all wait. holders: by peer the bytes granted that have not arrived.
-    in_flight_bytes: these, over all peers.  waiting: the chunks asked for and not yet granted, over all peers.
-    retry_seconds: after the last `grants`, how long until a chunk that only a rate has delayed may be granted.
+    while the hub's own link (`bucket`) is used up, all wait.  A peer that is set aside has one chunk at a time, which
+    counts in nobody's window.  holders: by peer the bytes granted that have not arrived.
+    in_flight_bytes: these, over all peers in the window.  waiting: the chunks asked for and not yet granted, over all
+    peers.  retry_seconds: after the last `grants`, how long until a chunk that only a rate has delayed may be granted.
     """
 
     def __init__(self, window_bytes: int) -> None:
@@ -471,6 +472,19 @@ class Credits:
         self.bucket = TokenBucket()
         self.retry_seconds = inf
         self._buckets: dict[PeerId, TokenBucket] = {}
+        self._aside: set[PeerId] = set()
+
+    def set_aside(self, peer: PeerId) -> None:
+        """Grant a peer one chunk at a time from now on, past the window, also after `forget`."""
+        if peer not in self._aside:
+            self.in_flight_bytes -= self.holders.get(peer, 0)
+            self._aside.add(peer)
+
+    def bring_back(self, peer: PeerId) -> None:
+        """Grant a peer as any other again."""
+        if peer in self._aside:
+            self._aside.remove(peer)
+            self.in_flight_bytes += self.holders.get(peer, 0)
 
     def ask(self, peer: PeerId, transfer: int, sizes: Sequence[int], priority: int = 0) -> None:
         """Register a transfer of chunks of these `sizes` (bytes, head included) that `peer` wants to send.
@@ -514,7 +528,11 @@ class Credits:
             peer = turns[0]
             transfer, asked = self._next_of(peer, priority)
             size = asked.waiting[0]
-            if self.in_flight_bytes and self.in_flight_bytes + size > self.window_bytes:
+            if (aside := peer in self._aside) and peer in self.holders:
+                turns.rotate(-1)
+                passed_over += 1
+                continue
+            if not aside and self.in_flight_bytes and self.in_flight_bytes + size > self.window_bytes:
                 return False
             own = self._buckets.get(peer)
             if own is not None and (seconds := own.wait_seconds(size, now)) > 0:
@@ -531,7 +549,7 @@ class Credits:
                 own.pay(size, now)
             asked.granted.append(asked.waiting.popleft())
             self.waiting -= 1
-            self.in_flight_bytes += size
+            self.in_flight_bytes += 0 if aside else size
             self.holders[peer] = self.holders.get(peer, 0) + size
             granted[peer, transfer] = granted.get((peer, transfer), 0) + 1
             turns.popleft()
@@ -569,7 +587,7 @@ class Credits:
         return any(asked.waiting and asked.priority == priority for asked in self._transfers.get(peer, {}).values())
 
     def _release(self, peer: PeerId, size: int) -> None:
-        self.in_flight_bytes -= size
+        self.in_flight_bytes -= 0 if peer in self._aside else size
         left = self.holders.pop(peer, 0) - size
         if left > 0:
             self.holders[peer] = left
