@@ -1,7 +1,8 @@
 """Make the runs of bench/time_to_loss.py that are real: a broker and its nodes on a star, and exchanges that are timed.
 
 Rule 1: the broker and every node are processes in a network namespace each, which do what `zmqtrain-broker` and
-`zmqtrain-node` do; a step takes the place's step time, of which it computes some and sleeps the rest.
+`zmqtrain-node` do, with `--shards 1`; a step takes the place's step time, of which it computes some and sleeps the
+rest.
 Rule 2: the run is not asked for its score: the broker saves a checkpoint each second, and what the nodes had of it is
 scored by the bench: now and then while the run goes on, by a thread that takes only what nobody else wants of the
 cores, and all of it once the run is over. A point's time is that of the release, by the broker's record.
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,7 @@ def _be_broker(job: Job, folder: Path) -> None:
     with BrokerRecorder(folder / "broker.jsonl", {"monotonic": time.monotonic()}) as recorder:
         serve(
             f"tcp://*:{PORT}",
-            run_settings(job),
+            replace(run_settings(job), shards=1),
             checkpoint=folder / "checkpoints",
             checkpoint_every=f"{every:g}s",
             checkpoint_keep=KEEP,

@@ -233,7 +233,7 @@ def test_a_shard_whose_broker_two_later_nodes_do_not_reach_is_taken_over_by_the_
 def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by_itself(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.chdir(tmp_path)
-    run = RunSettings(shards="auto", start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder")
+    run = RunSettings(start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0)
     large = parameters() | {"wide": jnp.zeros((24, 4096))}
     with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
         trainers = [Trainer(first.address, f"pc-{number}", params=large, endless=True) for number in range(5)]

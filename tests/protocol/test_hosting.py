@@ -409,6 +409,41 @@ def test_a_model_is_not_divided_if_the_hub_has_a_standby():
     assert shards == 1 and why.startswith("spare is its standby")
 
 
+def test_a_node_that_leaves_takes_what_it_said_of_ports_with_it_and_its_words_are_printable():
+    hub, effects = undecided(ports={3: Host(0, "red \x1b[31m text\n")})
+    assert "\x1b" not in divisions(effects)[0].why and "\n" not in divisions(effects)[0].why
+    hub = waiting()
+    hub.tick(0.2)
+    hub.receive("n3#1", Host(0, "timed out"), 0.3)
+    hub.receive("n3#1", Goodbye(), 0.3)
+    hub.receive("n5#1", Hello("n5#1"), 0.4)
+    hub.receive("n5#1", Fetch(-1, model_to_wire(LARGE)), 0.4)
+    for number in (0, 1, 2, 4):
+        hub.receive(f"n{number}#1", Host(0, port=40000), 0.5)
+        hub.hosting.trials.tried(f"n{number}#1", reached=True)
+    assert hub.tick(0.6) == [AskPorts(("n5#1",))]
+
+
+def test_nodes_that_come_and_go_do_not_put_the_decision_off():
+    hub = waiting()
+    hub.tick(0.2)
+    for number in range(5):
+        hub.receive(f"n{number}#1", Host(0, port=40000), 0.3)
+    for number in range(1, 5):
+        hub.hosting.trials.tried(f"n{number}#1", reached=True)
+    decided = []
+    for second in range(1, 25):
+        peer, before = f"late{second}#1", f"late{second - 2}#1"
+        hub.receive(peer, Hello(peer), float(second))
+        hub.receive(peer, Fetch(-1, model_to_wire(LARGE)), float(second))
+        if before in hub.members:
+            hub.receive(before, Goodbye(), float(second))
+        for number in range(5):
+            hub.saw(f"n{number}#1", float(second))
+        decided += divisions(hub.tick(float(second)))
+    assert len(decided) == 1
+
+
 def test_a_node_that_leaves_while_ports_are_tried_is_waited_for_no_more():
     hub = waiting()
     hub.tick(0.2)

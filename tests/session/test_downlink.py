@@ -259,6 +259,7 @@ def test_who_was_sent_away_so_has_longer_each_time_and_others_do_not_wait_for_it
         return now - began
 
     async def main() -> None:
+        nonlocal now
         peers = Peers(seconds=1000.0)
         list(peers.downlink.uploads.idle_holders())
         uploads, credits = peers.downlink.uploads, peers.downlink.uploads._credits
@@ -267,8 +268,13 @@ def test_who_was_sent_away_so_has_longer_each_time_and_others_do_not_wait_for_it
             peers.publish(A, 1)
             assert waits(peers) == pytest.approx(2 + patience * chunk, abs=0.1)
             assert credits.in_flight_bytes == 0
-        peers.publish(A, 3)
-        assert (uploads._credits.holders[A], credits.in_flight_bytes) == (len(FRAME), 0), "one chunk, in no window"
+        peers.publish(A, 7)
+        assert (credits.holders[A], credits.in_flight_bytes) == (len(FRAME), 0), "one chunk, in no window"
+        for times in range(6):
+            assert uploads._patience[A] == 64 / 2**times
+            now += 2.0
+            uploads.take_chunk(A, Chunk(1, times), FRAME)
+        assert A not in uploads._patience and not credits._aside, "it sends as fast as others again"
 
     run(main())
 

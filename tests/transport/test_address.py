@@ -37,11 +37,25 @@ def test_an_address_answers_where_something_listens():
 
 
 def test_an_open_port_answers_until_its_time_is_over():
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="assign"):
         OpenPort("tcp://203.0.113.1:0", 5.0)
     port = OpenPort("tcp://*:0", 60.0)
     assert why_unanswered(f"tcp://127.0.0.1:{port.number}", 5.0) == ""
     assert why_unanswered(f"tcp://127.0.0.1:{port.number}", 5.0) == "", "others may try it too"
-    brief = OpenPort("tcp://127.0.0.1:0", 0.1)
+    assert port.seconds_left > 0
+    brief = OpenPort("tcp://lo:0", 0.1)
     brief.join()
-    assert why_unanswered(f"tcp://127.0.0.1:{brief.number}", 5.0) == "Connection refused"
+    assert brief.seconds_left == 0
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_an_open_port_of_all_interfaces_is_reached_by_both_versions_of_ip_as_a_brokers_is():
+    port = OpenPort("tcp://[::]:0", 60.0)
+    assert why_unanswered(f"tcp://127.0.0.1:{port.number}", 5.0) == ""
+    assert why_unanswered(f"tcp://[::1]:{port.number}", 5.0) == ""
+
+
+def test_why_nothing_answers_is_said():
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        assert why_unanswered(f"tcp://127.0.0.1:{bound.getsockname()[1]}", 5.0) == "Connection refused"

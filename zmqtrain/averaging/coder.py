@@ -2,7 +2,8 @@
 
     params = anchor + pending;  a publish sends u = C(pending - unacked)
 
-Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: a u is kept compressed, just as it was sent.
+Rule 1: no clock, no socket; one thread calls it, and `SlabThreads` share its work, with the same bits.
+Rule 2: a u is kept compressed, just as it was sent.
 Rule 3: where the parameters live on an accelerator, a node gives its device's coder: what is compressed is encoded and
 decoded there, to the same bits; what is sent as it is (DENSE) goes by the host, which it would have to cross anyway.
 Rule 4: `Vectors` reuses the memory of what is decoded, because the kernel zeroes fresh memory page by page, which costs

@@ -12,6 +12,7 @@ time of those who train there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -102,9 +103,12 @@ class SlabThreads:
                 except BaseException as error:
                     failed[number] = error
 
-        helping = [_helpers(os.getpid()).submit(some) for _ in range(threads - 1)]
+        helping = []
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and begins no thread: this one does it all
+            for _ in range(threads - 1):
+                helping.append(_helpers(os.getpid()).submit(some))
         some()
-        wait(helping)
+        wait([one for one in helping if not one.cancel()])  # what still waits for a thread has nothing left to do
         if failed:
             raise failed[min(failed)]
 

@@ -28,7 +28,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.planning.rules import canonical
-from zmqtrain.protocol.hosting import OPEN_SECONDS, TRY_SECONDS
+from zmqtrain.protocol.hosting import ANSWER_SECONDS, OPEN_SECONDS, TRY_SECONDS
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.environment import clock
 from zmqtrain.transport.address import (
@@ -508,6 +508,7 @@ class _Beside(ShardsBeside):
         self._running: dict[int, BrokerThread] = {}
         self._numbers: dict[int, int] = {}  # by shard, of the newest that was begun: only that one counts
         self._lock = threading.Lock()
+        self._open: OpenPort | None = None
 
     def of(self, broker: Broker) -> None:
         """Begin for this one, the first; in its loop."""
@@ -532,7 +533,9 @@ class _Beside(ShardsBeside):
 
     def open_port(self) -> int:
         try:
-            return OpenPort(self._bind, OPEN_SECONDS).number
+            if self._open is None or self._open.seconds_left < ANSWER_SECONDS:
+                self._open = OpenPort(self._bind, OPEN_SECONDS)
+            return self._open.number
         except OSError as error:
             logger.warning("this machine opens no port for its nodes to try: %s", error)
             return 0

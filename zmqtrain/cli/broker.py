@@ -126,6 +126,8 @@ class BrokerConfig(PortOptions, RunOptions):
         object.__setattr__(self, "shards", shards)
 
     def _check_shard(self) -> None:
+        if self.record is not None and self.shards == AUTO_SHARDS:
+            object.__setattr__(self, "shards", 1)
         if self.record is not None and self.shards != 1:
             raise ConfigError("a run of several brokers cannot be recorded, nor lived again: leave --record out")
         if self.standby:

@@ -224,7 +224,7 @@ def settings_line(plan: RunPlan) -> str:
     cut = "" if plan.load.pieces else f" --fragments {plan.fragments}"
     shards, nodes = plan.load.shards, plan.load.nodes
     shard = "" if shards == 1 else f" --shard 0/{shards}"
-    if plan.load.on_nodes and shards == nodes + 1:
+    if plan.load.on_nodes:
         shard = f" --shards {shards} --start-nodes {nodes}"
     return (
         f"zmqtrain-broker --every {plan.schedule.every} --delay {plan.schedule.delay} --codec {quote(plan.codec)} "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -32,6 +32,7 @@ from zmqtrain.cli.display import (
 )
 from zmqtrain.cli.settings import LogOptions, command, make_folder
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import AUTO_SHARDS
 
 if TYPE_CHECKING:
     from zmqtrain.pipeline.schedule import Task
@@ -115,6 +116,8 @@ def _simulate(config: SimConfig, scenario_file: Path) -> int:
     watch = None if config.quiet else partial(_show, console)
     if config.record is not None:
         make_folder(config.record, "--record")
+        if scenario.settings.shards == AUTO_SHARDS:  # a run of several brokers cannot be lived again
+            scenario = replace(scenario, settings=replace(scenario.settings, shards=1))
     result = simulate(scenario, watch=watch, record=config.record)
     for table in result_tables(result):
         console.print(table)

@@ -197,12 +197,14 @@ def make_plan(wish: Wish) -> RunPlan:
 
 
 def variants(wish: Wish) -> Iterator[RunPlan]:
-    """Yield the plans of the same wish with 1, 2 and 4 brokers, and with hubs at 2.5 and 10 Gb/s."""
+    """Yield the plans of the same wish with 1, 2 and 4 brokers, and with hubs at 2.5 and 10 Gb/s (one, in place of
+    brokers on nodes)."""
     for shards in SHARDS:
         if not wish.on_nodes or shards <= wish.nodes:
             yield make_plan(replace(wish, shards=shards))
     for bits in HUB_BITS:
-        yield make_plan(replace(wish, hub_bits=bits, on_nodes=False))
+        shards = 1 if wish.on_nodes else wish.shards
+        yield make_plan(replace(wish, hub_bits=bits, shards=shards, on_nodes=False))
 
 
 def _plan(wish: Wish, codec: str, fragments: int) -> RunPlan:

@@ -28,7 +28,7 @@ from zmqtrain.core.settings import AUTO_FRAGMENTS
 from zmqtrain.core.types import ModelSpec, PeerId, count_values
 from zmqtrain.protocol.effects import AskPorts, FollowShard, HubEffect, SendTo, ServeShard, TakeShard, TryPort
 from zmqtrain.protocol.members import Member, ShardRegistry
-from zmqtrain.protocol.messages import Host
+from zmqtrain.protocol.messages import MAX_WORDS, Host, printable
 
 HOST_SECONDS = 30.0
 RETURN_SECONDS = 30.0
@@ -67,11 +67,13 @@ class _Asked:
 
 @dataclass
 class _Trial:
-    """Ports tried with one node. since: when it was asked.  heard: it reaches the hub's.  serves: the hub reaches its
-    own; None: that is not known yet."""
+    """Ports tried with one node. since: when it was asked, or the first of those with whom it was awaited.  heard: it
+    has answered.  obstacle: why it does not reach the hub's.  serves: the hub reaches its own; None: that is not known
+    yet."""
 
     since: float
     heard: bool = False
+    obstacle: str = ""
     serves: bool | None = None
 
 
@@ -80,35 +82,37 @@ class PortTrials:
 
     def __init__(self) -> None:
         self._trials: dict[PeerId, _Trial] = {}
-        self._obstacle = ""
 
     def look(self, nodes: Sequence[Member], now: float) -> tuple[list[HubEffect], list[PeerId] | None, str]:
         """Return what to do, which of these nodes can serve (None: not known yet), and why the model is not divided."""
         known = {node.peer: self._trials[node.peer] for node in nodes if node.peer in self._trials}
         new = tuple(node.peer for node in nodes if node.peer not in known)
-        self._trials = known | {peer: _Trial(now) for peer in new}
-        late = next((n for n in nodes if not self._trials[n.peer].heard and self._waited(n.peer, now)), None)
-        if late is not None:
-            text = f"{late.name} does not say whether it reaches another port of this machine than the broker's"
-            self._obstacle = self._obstacle or text
-        if self._obstacle:
-            return [], [], self._obstacle
-        if any(trial.serves is None and not self._waited(peer, now) for peer, trial in self._trials.items()):
+        # or those that come and go could put the decision off for ever
+        since = min((trial.since for trial in known.values() if trial.serves is None), default=now)
+        self._trials = known | {peer: _Trial(since) for peer in new}
+        for node in nodes:
+            trial = self._trials[node.peer]
+            if trial.obstacle:
+                return [], [], f"{node.name} does not reach another port of this machine: {trial.obstacle}"
+            if not trial.heard and self._is_late(trial, now):
+                why = f"{node.name} does not say whether it reaches another port of this machine than the broker's"
+                return [], [], why
+        if any(trial.serves is None and not self._is_late(trial, now) for trial in self._trials.values()):
             return [AskPorts(new)] if new else [], None, ""
         serving = [peer for peer, trial in self._trials.items() if trial.serves]
         return [], serving, "" if serving else "this machine reaches no other ports of its nodes' than they came from"
 
-    def _waited(self, peer: PeerId, now: float) -> bool:
-        return now - self._trials[peer].since >= ANSWER_SECONDS
+    @staticmethod
+    def _is_late(trial: _Trial, now: float) -> bool:
+        return now - trial.since >= ANSWER_SECONDS
 
     def answered(self, node: Member, answer: Host) -> list[HubEffect]:
         """A node says whether it reaches the hub's machine; its own port is to be tried then."""
         if (trial := self._trials.get(node.peer)) is None or trial.heard:
             return []
-        if answer.text:
-            self._obstacle = f"{node.name} does not reach another port of this machine: {answer.text}"
+        trial.heard, trial.obstacle = True, printable(answer.text, MAX_WORDS)
+        if trial.obstacle:
             return []
-        trial.heard = True
         if 0 < answer.port <= MOST_PORT:
             return [TryPort(node.peer, answer.port)]
         trial.serves = False

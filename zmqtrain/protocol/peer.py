@@ -403,9 +403,11 @@ class Peer:
     # ------------------------------------------------------------------ actions of this side
 
     def divided(self, shards: int) -> None:
-        """The hub has decided among how many brokers the model is divided."""
+        """The hub has decided among how many brokers the model is divided. Of one, this node needs it whole from now
+        on: it is coded so, and a hub that begins again would decide anew."""
         assert self.settings is not None
         self.settings = replace(self.settings, shards=shards)
+        self.whole |= shards == 1
 
     def start(self, now: float) -> list[PeerEffect]:
         """Say Hello, for the first time or again."""

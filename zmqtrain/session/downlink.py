@@ -154,7 +154,10 @@ class UploadFlowControl:
         if line is None or chunk.transfer not in line.assembler:
             return None  # of a transfer that was given up
         self._credits.arrived(peer, chunk.transfer)
-        now = line.arrived_at = clock.monotonic()
+        now, before = clock.monotonic(), line.arrived_at
+        line.arrived_at = now
+        if peer in self._patience and now - before <= GRANT_SECONDS + len(frame) / self._slowest:
+            self._be_patient(peer, self._patience[peer] / 2)  # it only was slow for a while
         line.rate.over(len(frame), now, idle=peer not in self._credits.holders)
         whole = line.assembler.add(chunk, frame)
         self._grant()
@@ -179,6 +182,8 @@ class UploadFlowControl:
 
     def _be_patient(self, peer: PeerId, patience: float) -> None:
         self._patience.pop(peer, None)
+        if patience <= 1:
+            return self._credits.bring_back(peer)
         self._patience[peer] = min(patience, MOST_PATIENCE)
         self._credits.set_aside(peer)
         if len(self._patience) > MOST_SLOW:

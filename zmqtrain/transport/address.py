@@ -65,27 +65,36 @@ def why_unanswered(address: str, seconds: float) -> str:
 class OpenPort:
     """A free port of this machine, `number`, at which it listens for so many seconds: others see whether they reach it.
 
-    like: the address of a port like it, of the same interfaces. Raises OSError where none can be had.
+    like: the address of a port like it: at the same address of this machine, else of all its interfaces. Raises OSError
+    where none can be had.
     """
 
     def __init__(self, like: str, seconds: float) -> None:
         host = parse_address(like)[0]
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server(("" if host == "*" else host, 0), family=family)
+        try:
+            family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        except ValueError:  # "*", or the name of an interface
+            host, family = "", socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
         self.number: int = self._socket.getsockname()[1]
         self._until = time.monotonic() + seconds
         self._thread = threading.Thread(target=self._listen, name="zmqtrain-port", daemon=True)
         self._thread.start()
 
+    @property
+    def seconds_left(self) -> float:
+        """For how long it still listens; 0: no more."""
+        return max(0.0, self._until - time.monotonic()) if self._thread.is_alive() else 0.0
+
     def join(self) -> None:
-        """Wait until its time is over."""
+        """Wait until it listens no more."""
         self._thread.join()
 
     def _listen(self) -> None:
-        with self._socket:
+        with self._socket, contextlib.suppress(OSError):  # its time is over, or this process has no more files
             while (left := self._until - time.monotonic()) > 0:
                 self._socket.settimeout(left)
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(ConnectionError):
                     self._socket.accept()[0].close()
 
 
