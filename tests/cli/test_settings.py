@@ -24,7 +24,7 @@ from zmqtrain.cli.programs import ProgramsConfig
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.sim import SimConfig
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_PIPELINE, FITTED, FIXED, RunSettings
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_PIPELINE, AUTO_SHARDS, FITTED, FIXED, RunSettings
 from zmqtrain.sim.reading import read_scenario
 from zmqtrain.train.synchronous import Allreduce, Server
 
@@ -49,6 +49,13 @@ def test_a_flag_counts_more_than_the_file_and_the_file_more_than_the_default(tmp
 def test_a_flag_takes_back_what_the_file_says(tmp_path: Path) -> None:
     path = write(tmp_path, 'insecure = true\nbind = "tcp://127.0.0.1:6000"\n')
     assert broker(f"--config={path}", "--no-insecure").insecure is False
+
+
+def test_a_run_that_is_recorded_has_one_broker_and_several_that_are_asked_for_cannot_be_recorded() -> None:
+    many = ("--insecure", "--start-nodes", "8")
+    assert (broker(*many).shards, broker(*many, "--record", "hub.jsonl").shards) == (AUTO_SHARDS, 1)
+    with pytest.raises(ConfigError, match="cannot be recorded"):
+        broker(*many, "--shards", "9", "--record", "hub.jsonl")
 
 
 def test_nothing_told_is_auto_with_several_brokers_too_and_what_holds_in_strict_mode_is_fixed(tmp_path: Path) -> None:
