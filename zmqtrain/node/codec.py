@@ -243,7 +243,8 @@ class NodeCodec:
 
     @property
     def exchange_seconds(self) -> float:
-        """The CPU seconds of the codec thread for one exchange, without its helpers; 0 during the first ones, which compile."""
+        """The CPU seconds of the codec's thread, not of those that help it, for one exchange; 0 during the first ones,
+        which compile."""
         seconds = self.encode_seconds + self._inbox.decode_seconds - self._warm_seconds
         exchanges = self._encoded - EXCHANGES_WARM
         return seconds / exchanges if exchanges > 0 else 0.0

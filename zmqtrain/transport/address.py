@@ -75,7 +75,8 @@ class OpenPort:
             family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         except ValueError:  # "*", or the name of an interface
             host, family = "", socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
+        both = host == "::" and socket.has_dualstack_ipv6()
+        self._socket = socket.create_server((host, 0), family=family, dualstack_ipv6=both)
         self.number: int = self._socket.getsockname()[1]
         self._until = time.monotonic() + seconds
         self._thread = threading.Thread(target=self._listen, name="zmqtrain-port", daemon=True)
