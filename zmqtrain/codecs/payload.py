@@ -184,7 +184,7 @@ def encode_payload(
     No values, no frames.  states: as from `initial_states`, changed in place once all is encoded; without them every
     slab begins afresh.  less: payloads of these very codecs and counts, which have passed `check_payload`: their sum,
     in order, is taken from the segments, slab by slab, so that nothing as large as a payload's values is allocated.
-    each: does the work of the runs, whose frames are the same in any number of threads.
+    each: encodes the runs; any number of threads makes the same frames.
     Raises NonFiniteDelta naming the segment's index, CodecError for another dtype or shape.
     """
     arrays = [np.asarray(segment) for segment in segments]

@@ -403,8 +403,8 @@ class Peer:
     # ------------------------------------------------------------------ actions of this side
 
     def divided(self, shards: int) -> None:
-        """The hub has decided among how many brokers the model is divided. Of one, this node needs it whole from now
-        on: it is coded so, and a hub that begins again would decide anew."""
+        """The hub has decided the number of brokers. With one, this node needs the whole model from now on: its coder is
+        made for that, and a hub that begins again would decide anew."""
         assert self.settings is not None
         self.settings = replace(self.settings, shards=shards)
         self.whole |= shards == 1
