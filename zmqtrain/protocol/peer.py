@@ -403,8 +403,8 @@ class Peer:
     # ------------------------------------------------------------------ actions of this side
 
     def divided(self, shards: int) -> None:
-        """The hub has decided the number of brokers. With one, this node needs the whole model from now on: its coder is
-        made for that, and a hub that begins again would decide anew."""
+        """The hub has decided the number of brokers. With one, this node needs the whole model from now on: its coder
+        codes the whole, and a hub that is started again would decide once more."""
         assert self.settings is not None
         self.settings = replace(self.settings, shards=shards)
         self.whole |= shards == 1
