@@ -1199,14 +1199,14 @@ class Hub:
         whole = self.hosting is None or self.exchange or any(one.whole for one in waiting)
         shards = 1 if whole else division(len(waiting), waiting[0].model, self.settings.fragments)
         why = ""
+        if shards > 1 and self.standby is not None:
+            shards, why = 1, f"{self.standby.name} is its standby, and a standby follows one broker"
         if shards > 1:
             assert self.hosting is not None
             effects, serving, why = self.hosting.trials.look(waiting, now)
             if serving is None:
                 return effects
             self.hosting.spare(one.peer for one in waiting if one.peer not in serving)
-            if self.standby is not None:
-                why = f"{self.standby.name} is its standby, and a standby follows one broker"
             shards = 1 if why else division(len(serving), waiting[0].model, self.settings.fragments)
         self.divided(shards)
         return [Divide(shards, why), Broadcast(self.roster(now)), *self._begun(self.initialization.go_on())]
