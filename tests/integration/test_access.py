@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 from contextlib import ExitStack, closing, suppress
@@ -354,6 +355,22 @@ def test_connections_are_cut_also_when_the_process_has_no_descriptor_left(monkey
         await end(hub)
 
     run(main)
+
+
+def test_a_connection_that_is_gone_before_it_is_looked_at_may_have_left_its_descriptor_to_another_file() -> None:
+    async def main() -> None:
+        hub = RouterChannel(HERE)
+        pair = socket.socketpair()
+        with open(os.devnull) as file, pair[0], pair[1]:
+            for descriptor in (pair[0].fileno(), file.fileno()):
+                hub._guard.take([struct.pack("=HI", int(zmq.EVENT_ACCEPTED), descriptor)])
+            assert hub.connections == 0
+        known = DealerChannel(hub.address, peer=A)
+        await meet(hub, known)
+        assert hub.connections == 1
+        await end(known, hub)
+
+        assert hub.connections  # and who comes next is counted
 
 
 BROKER_OF_64_DESCRIPTORS = """

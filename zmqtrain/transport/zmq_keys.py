@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import itertools
 import logging
@@ -299,6 +300,14 @@ class ZapHandler:
         self._reader.close()
 
 
+def _peer_of(connection: sockets.socket) -> tuple[str, int]:
+    """Return the address and the port of the other end. Raises OSError if this is no TCP connection."""
+    if connection.family not in (sockets.AF_INET, sockets.AF_INET6):
+        raise OSError(errno.ENOTCONN, "the descriptor of a connection that is gone names another file by now")
+    address, port = connection.getpeername()[:2]
+    return address, port
+
+
 class _Duplicates:
     def __init__(self) -> None:
         self._nothing = os.open(os.devnull, os.O_RDONLY)
@@ -364,7 +373,7 @@ class ConnectionGuard:
     def _accepted(self, descriptor: int) -> None:
         try:
             with self._duplicates.of(descriptor) as connection:
-                address, port = connection.getpeername()[:2]
+                address, port = _peer_of(connection)
         except OSError:  # it is gone already
             return
         for cut in self.connections.accepted(descriptor, address.removeprefix("::ffff:"), port, self.clock.monotonic()):
@@ -385,7 +394,7 @@ class ConnectionGuard:
     def _shut_down(self, connection: Connection) -> None:
         """End a TCP connection both ways, if its descriptor still is this connection's."""
         with contextlib.suppress(OSError), self._duplicates.of(connection.descriptor) as duplicate:
-            address, port = duplicate.getpeername()[:2]
+            address, port = _peer_of(duplicate)
             if (address.removeprefix("::ffff:"), port) == (connection.address, connection.port):
                 duplicate.shutdown(sockets.SHUT_RDWR)
 
