@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -374,6 +375,25 @@ def test_the_model_is_the_best_version_where_the_last_one_scores_worse_and_the_l
     best = read_model(tmp_path / "model.safetensors")[1]
     assert (best.run, best.version, best.newest, best.samples, best.leaves) == ("run-1", 3, 5, 30, MODEL)
     assert (best.evaluation, best.evaluation_version) == ({"loss": 0.14}, 3)
+
+
+def test_of_several_brokers_a_version_is_the_best_once_the_parts_of_all_are_here(tmp_path):
+    keeper = Keeper(tmp_path)
+    first, second = {"w": np.zeros(2, np.float32)}, {"w": np.ones(2, np.float32)}
+    layout, held = SimpleNamespace(shard=(0, 2)), {1: [first["w"]]}
+    aggregator = SimpleNamespace(layout=layout, published_at=held.get, leaves=lambda flats: {"w": flats[0]})
+    keeper.keep_part(1, 1, 2, second)  # nobody has said that it is the best
+    keeper.keep_best(1, {"loss": 0.5}, 8, aggregator)
+    assert keeper._best is None
+    keeper.keep_part(0, 1, 2, second)  # of another version
+    assert keeper._best is None
+    keeper.keep_part(1, 1, 2, second)
+    assert keeper._best.version == 1 and keeper._best.parts == {0: first, 1: second}
+    keeper.keep_best(1, {"loss": 0.4}, 8, aggregator)
+    assert keeper._best.loss == 0.5, "until all parts of the better one are here"
+    keeper.forget_best()
+    keeper.keep_part(1, 1, 2, second)
+    assert keeper._best is None
 
 
 def test_the_model_says_of_which_run_it_is_and_how_it_scores(tmp_path):

@@ -80,13 +80,20 @@ def test_shards_are_served_by_nodes_and_what_is_left_by_the_hub_and_the_model_is
         moved = taken_over(stays)
         seen = moved.statistics().version
         stays.wait_until(lambda: moved.statistics().version > seen + 5)
+        stays.node.report_scores({"loss": 0.5}, stays.sync.version)
+        stays.wait_until(lambda: first.broker.keeper._best is not None)
+        seen = moved.statistics().version
+        stays.wait_until(lambda: moved.statistics().version > seen + 5)
         stays.stop.set()
         params = stays.join()
     held_out = next(batches(10**6))
     assert loss(params, held_out) < loss(parameters(), held_out) / 2
     model = load_file(tmp_path / "hub" / "model.safetensors")
+    best = load_file(tmp_path / "hub" / "model-best.safetensors")
     for name in params:
         np.testing.assert_allclose(model[name], params[name], atol=1e-6)
+    assert any((best[name] != model[name]).any() for name in params), "some versions before"
+    assert loss(best, held_out) < loss(parameters(), held_out) / 2
 
 
 def test_what_a_killed_broker_of_a_node_had_is_served_on_at_the_hub_and_nothing_stalls(tmp_path, monkeypatch, caplog):

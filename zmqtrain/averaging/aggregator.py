@@ -431,20 +431,22 @@ class Aggregator:
         self.version = released.version
         self._round.remember(self.version, self.published, released.fragments)
 
+    def leaves(self, flats: Sequence[Vector]) -> dict[str, Vector]:
+        """Return copies of what a vector per fragment holds of each leaf, by path, in the leaf's shape. Of a leaf of
+        which a shard has a part, that part is there, flat; of one that it has nothing of, nothing."""
+        leaves = zip(self.layout.spec, self.layout.join(flats), strict=True)
+        return {leaf.path: array for leaf, array in leaves if array.size or not leaf.values}
+
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
-        "<outer state>/<path>". Of a leaf of which a shard has a part, that part is there, flat; of one that it has
-        nothing of, nothing. Besides these: "codec/<fragment>/<number>" what the codec keeps, "specs" (the codec's and
-        the outer optimizer's, as UTF-8, one a line), "shares" (float64, per fragment), "gate", and what the rules of a
-        round keep (`HeldRound.arrays`)."""
+        """Return copies of all arrays by name, each as `leaves` has it: "parameters/<path>", "published/<path>",
+        "<outer state>/<path>". Besides these: "codec/<fragment>/<number>" what the codec keeps, "specs" (the codec's
+        and the outer optimizer's, as UTF-8, one a line), "shares" (float64, per fragment), "gate", and what the rules
+        of a round keep (`HeldRound.arrays`)."""
         named = {"parameters": self.parameters, "published": self.published}
         for key in self._outer_state[0]:
             named[f"outer.{key}"] = [state[key] for state in self._outer_state]
         arrays: dict[str, NDArray[Any]] = {
-            f"{name}/{leaf.path}": array
-            for name, flats in named.items()
-            for leaf, array in zip(self.layout.spec, self.layout.join(flats), strict=True)
-            if array.size or not leaf.values
+            f"{name}/{path}": array for name, flats in named.items() for path, array in self.leaves(flats).items()
         }
         for fragment, states in enumerate(self._states):
             arrays |= {f"codec/{fragment}/{number}": array for number, array in enumerate(pack_states(states))}

@@ -19,7 +19,15 @@ from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.broker.admin import AdminService
 from zmqtrain.broker.checkpoint import Keeper, new_run
-from zmqtrain.broker.core import BrokerAccess, BrokerCore, EffectHandlers, LoadMeter, MessageHandlers
+from zmqtrain.broker.core import (
+    BrokerAccess,
+    BrokerCore,
+    EffectHandlers,
+    LoadMeter,
+    MessageHandlers,
+    ShardsBeside,
+    TakeLeaves,
+)
 from zmqtrain.broker.deltas import PendingUploads, Receiver, ReleasePipeline
 from zmqtrain.broker.snapshots import SnapshotService
 from zmqtrain.broker.standby import Registration, StandbyService, TakeoverState
@@ -101,26 +109,6 @@ class BrokerStatistics:
     aggregates_dropped: int
 
 
-class ShardsBeside:
-    """What the first of several brokers begins on its own machine for the shards of others. This one: nothing."""
-
-    def serve(self, shard: int) -> None:
-        """Serve a shard that no node serves."""
-
-    def follow(self, shard: int, address: str) -> None:
-        """Be the standby of the broker of a shard, which a node serves at this address."""
-
-    def take(self, shard: int) -> None:
-        """Take over a shard that is followed."""
-
-    def open_port(self) -> int:
-        """Return a port of this machine at which something listens for a while."""
-        return 0
-
-    def try_port(self, peer: PeerId, port: int) -> None:
-        """Find out whether this machine reaches a port of a node's; call `port_tried` of the broker then."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BrokerOptions:
     """What a broker does besides its run's settings.
@@ -191,7 +179,8 @@ class Broker:
         self.uploads = PendingUploads(self.core)
         self.snapshots = SnapshotService(self.core, self._copies, self.loads, self.standby)
         self.snapshots.moments = moments
-        self.releases = ReleasePipeline(self.core, self.keeper, self.uploads, self.snapshots, self.standby)
+        beside = self._beside = options.beside or ShardsBeside()
+        self.releases = ReleasePipeline(self.core, self.keeper, self.uploads, self.snapshots, self.standby, beside)
         self.groups = GroupService(self.core)
         name, keeper = f"keys-{secrets.token_hex(4)}", ParameterKeeper(self.folder)
         self.parameters = Parameters(self.downlink, self.codec, name, keeper, every.seconds)
@@ -199,7 +188,6 @@ class Broker:
         self.admin = AdminService(self.core, self.loads, self.uploads, self.receiver, self.keeper, self.parameters)
         self.admin.watch = options.watch
         self.messages: MessageHandlers = {}
-        beside = self._beside = options.beside or ShardsBeside()
         self.effects: EffectHandlers = {
             Disconnect: self._disconnect,
             Divide: self._divide,
@@ -341,6 +329,10 @@ class Broker:
     def stop(self) -> None:
         """End `run` soon; call it in the broker's loop."""
         self.core.stop.set()
+
+    def give_leaves(self, take: TakeLeaves) -> None:
+        """Call `take` in the codec thread with what is published here; call it in the broker's loop."""
+        self.codec.do(lambda: take(*self.aggregator.layout.shard, self.aggregator.leaves(self.aggregator.published)))
 
     def dismiss(self, peer: PeerId, why: str) -> None:
         """Expel a peer whose key was revoked; call it in the broker's loop."""

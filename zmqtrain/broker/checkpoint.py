@@ -345,17 +345,26 @@ AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Best:
-    """The version that scored best on held-out data. arrays: published then, by leaf path."""
+    """The version that scored best on held-out data. parts: what was published then, by shard and leaf path."""
 
     version: Version
     scores: Mapping[str, float]
     samples: int
-    arrays: dict[str, NDArray[Any]]
+    parts: dict[int, Mapping[str, NDArray[Any]]]
 
     @property
     def loss(self) -> float:
         """Lower is better."""
         return self.scores["loss"]
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The version at which a broker has ended, of this model. facts: of its file."""
+
+    version: Version
+    model: ModelSpec
+    facts: ModelFacts
 
 
 class Keeper:
@@ -385,6 +394,9 @@ class Keeper:
         """The founder's optimizer state: it is in every checkpoint of version 0."""
         self.waits_for_room = False
         self._best: _Best | None = None
+        self._coming: _Best | None = None  # better, but not all of it is here yet
+        self._of_best = threading.Lock()
+        self._last: _Last | None = None
         self._last_loss: tuple[Version, float] = (-1, nan)  # of the newest version that was evaluated
 
     def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
@@ -607,11 +619,12 @@ class Keeper:
             elif aggregator.version >= 0:
                 arrays = self._arrays(aggregator)
                 path = self._folder.save(aggregator.version, state, arrays)
-                layout, version = aggregator.layout, aggregator.version
-                facts = facts_from_state(state)
+                layout, facts = aggregator.layout, facts_from_state(state)
                 model = export_part(self._folder.folder, arrays, layout, facts)
                 logger.info("saved %s, and the model alone as %s", path, model)
-                self._choose(model, version, facts)
+                self._last = _Last(aggregator.version, layout.spec, facts)
+                if layout.shard[1] == 1:
+                    self.choose(model)
         finally:
             self._folder.close()
 
@@ -625,41 +638,56 @@ class Keeper:
     def keep_best(self, version: Version, scores: Mapping[str, float], samples: int, aggregator: Aggregator) -> None:
         """Keep the parameters published at this version, if they are still known, in memory until the broker ends.
 
-        scores: of the version, with a "loss".  samples: of the run by then.
+        scores: of the version, with a "loss".  samples: of the run by then.  Of several brokers this is the first, and
+        the parts of the others come by `keep_part`.
         """
         if (flats := aggregator.published_at(version)) is not None:
-            leaves = zip(aggregator.layout.spec, aggregator.layout.join(flats), strict=True)
-            self._best = _Best(version, dict(scores), samples, {leaf.path: values for leaf, values in leaves})
+            with self._of_best:
+                self._coming = _Best(version, dict(scores), samples, {})
+            shard, shards = aggregator.layout.shard
+            self.keep_part(version, shard, shards, aggregator.leaves(flats))
+
+    def keep_part(self, version: Version, shard: int, shards: int, leaves: Mapping[str, NDArray[Any]]) -> None:
+        """Keep the part of one of so many brokers of the best version, as the first counts it; in any thread. What was
+        the best before is let go once all parts are here."""
+        with self._of_best:
+            if (coming := self._coming) is not None and coming.version == version:
+                coming.parts[shard] = leaves
+                if len(coming.parts) == shards:
+                    self._best, self._coming = coming, None
 
     def forget_best(self) -> None:
         """Forget the best version, because the run is founded again."""
-        self._best, self._last_loss = None, (-1, nan)
+        with self._of_best:
+            self._best = self._coming = None
+        self._last_loss = (-1, nan)
 
-    def _choose(self, model: Path, version: Version, facts: ModelFacts) -> None:
-        """Make the model's file hold the better of the last version (with these facts) and the best, another file the
-        other."""
-        assert self._folder is not None
-        folder, best = self._folder.folder, self._best
+    def choose(self, model: Path) -> None:
+        """Have the model's file, which holds the last version, hold the better of that and the best one, another file
+        the other; after `close`. Raises CheckpointError."""
+        best, last = self._best, self._last
         for stale in (BEST_FILE, LAST_FILE):
-            (folder / stale).unlink(missing_ok=True)
-        if best is None or best.version == version:
+            model.with_name(stale).unlink(missing_ok=True)
+        if best is None or last is None or best.version == last.version:
             return
         evaluated, loss = self._last_loss
+        arrays = join_parts(last.model, [best.parts[shard] for shard in sorted(best.parts)])
         facts = replace(
-            facts, version=best.version, evaluation_version=best.version, samples=best.samples, evaluation=best.scores
-        )
-        if evaluated == version and best.loss < loss:
-            model.replace(folder / LAST_FILE)
-            write_model(model, best.arrays, facts)
+            last.facts, version=best.version, evaluation_version=best.version, samples=best.samples,
+            evaluation=best.scores,
+        )  # fmt: skip
+        if evaluated == last.version and best.loss < loss:
+            model.replace(model.with_name(LAST_FILE))
+            write_model(model, arrays, facts)
             text = (
                 "%s holds version %d (loss %.6g), the best that was evaluated; the last one, %d (loss %.6g), is in %s"
             )
-            logger.warning(text, model.name, best.version, best.loss, version, loss, LAST_FILE)
+            logger.warning(text, model.name, best.version, best.loss, last.version, loss, LAST_FILE)
             return
-        write_model(folder / BEST_FILE, best.arrays, facts)
-        how = f"loss {loss:.6g}" if evaluated == version else "not evaluated"
+        write_model(model.with_name(BEST_FILE), arrays, facts)
+        how = f"loss {loss:.6g}" if evaluated == last.version else "not evaluated"
         text = "%s holds the last version, %d (%s); the best one before it, %d (loss %.6g), is in %s"
-        logger.info(text, model.name, version, how, best.version, best.loss, BEST_FILE)
+        logger.info(text, model.name, last.version, how, best.version, best.loss, BEST_FILE)
 
     def _arrays(self, aggregator: Aggregator) -> dict[str, NDArray[Any]]:
         arrays = aggregator.arrays()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from zmqtrain.averaging.aggregator import Aggregator
+from zmqtrain.averaging.aggregator import Aggregator, Vector
 from zmqtrain.averaging.snapshot import OPTIMIZER_STATE_MODELS
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import how_to_upgrade
@@ -48,6 +48,8 @@ CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
 MessageHandlers = dict[type[Message], Callable[[PeerId, Any, float], None]]
 """By type of message: (sender, message, now) -> None."""
 EffectHandlers = dict[type[HubEffect], Callable[[Any], None]]
+TakeLeaves = Callable[[int, int, dict[str, Vector]], None]
+"""(shard, number of shards, what is published of it by leaf path) -> None."""
 
 
 class BrokerService(Protocol):
@@ -90,6 +92,29 @@ class BrokerAccess:
     def dial(self, address: str, peer: PeerId) -> Channel:
         """Return a channel to the broker at an address, under an id; called in the loop that reads it."""
         raise ConfigError(f"this broker reaches no other, and not the one at {address}")
+
+
+class ShardsBeside:
+    """What the first of several brokers begins on its own machine for the shards of others. This one: nothing."""
+
+    def serve(self, shard: int) -> None:
+        """Serve a shard that no node serves."""
+
+    def follow(self, shard: int, address: str) -> None:
+        """Be the standby of the broker of a shard, which a node serves at this address."""
+
+    def take(self, shard: int) -> None:
+        """Take over a shard that is followed."""
+
+    def give_leaves(self, take: TakeLeaves) -> None:
+        """Call `take` with what each shard that is here has published, in a thread of that shard's; from any thread."""
+
+    def open_port(self) -> int:
+        """Return a port of this machine at which something listens for a while."""
+        return 0
+
+    def try_port(self, peer: PeerId, port: int) -> None:
+        """Find out whether this machine reaches a port of a node's; call `port_tried` of the broker then."""
 
 
 class BrokerCore:

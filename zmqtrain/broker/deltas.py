@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isfinite, nan
 from typing import Any
 
@@ -16,7 +17,7 @@ from zmqtrain.averaging.aggregator import Released
 from zmqtrain.averaging.gate import error_of, reason_of
 from zmqtrain.averaging.snapshot import split_snapshot
 from zmqtrain.broker.checkpoint import Keeper
-from zmqtrain.broker.core import BrokerCore, EffectHandlers, MessageHandlers
+from zmqtrain.broker.core import BrokerCore, EffectHandlers, MessageHandlers, ShardsBeside
 from zmqtrain.broker.snapshots import SnapshotService
 from zmqtrain.broker.standby import StandbyService
 from zmqtrain.core.errors import ChannelClosed, CodecError, ConfigError, FramingError, RemoteProtocolError
@@ -333,9 +334,11 @@ class ReleasePipeline:
         uploads: PendingUploads,
         snapshots: SnapshotService,
         standby: StandbyService,
+        beside: ShardsBeside,
     ) -> None:
         self._core, self._hub, self._aggregator, self._codec = core, core.hub, core.aggregator, core.codec
         self._keeper, self._uploads, self._snapshots, self._standby = keeper, uploads, snapshots, standby
+        self._beside = beside
         self.messages: MessageHandlers = {}
         self.effects: EffectHandlers = {
             Found: self._found,
@@ -357,15 +360,19 @@ class ReleasePipeline:
             self._codec.do(self._keeper.save, self._hub.state(), self._aggregator)
 
     def look_at_scores(self) -> None:
-        """Keep the version that was evaluated, if it is the best so far and one broker has all of the model."""
+        """Keep the version that was evaluated, if it is the best so far and the whole model is on this machine."""
         version, loss = self._hub.score_version, self._hub.scores.get("loss", nan)
         settings = self._hub.settings
-        if version <= self._looked_at_score or settings.shards > 1 or settings.mode == "strict" or not isfinite(loss):
+        elsewhere = settings.shards > 1 and self._hub.hosting is None
+        if version <= self._looked_at_score or elsewhere or settings.mode == "strict" or not isfinite(loss):
             return
         self._looked_at_score = version
         if self._keeper.is_best(version, loss):
-            scores = dict(self._hub.scores)
-            self._codec.do(self._keeper.keep_best, version, scores, self._hub.samples, self._aggregator)
+            self._codec.do(self._keep_best, version, dict(self._hub.scores), self._hub.samples)
+
+    def _keep_best(self, version: Version, scores: Mapping[str, float], samples: int) -> None:
+        self._keeper.keep_best(version, scores, samples, self._aggregator)
+        self._beside.give_leaves(partial(self._keeper.keep_part, version))
 
     # ------------------------------------------------------------------ version 0
 

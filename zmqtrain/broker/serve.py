@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics, ShardsBeside
+from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics
 from zmqtrain.broker.checkpoint import MODEL_FILE, Keeper, RunFolders, merge_parts, new_run, part_file
-from zmqtrain.broker.core import BrokerAccess
+from zmqtrain.broker.core import BrokerAccess, ShardsBeside, TakeLeaves
 from zmqtrain.broker.standby import Registration, ShardPlace, Standby, StandbyPlace, TakeoverState
 from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.checkpoint.model_files import Beginning
@@ -475,6 +475,12 @@ class BrokerThread:
         """Wait until the broker has ended."""
         self._thread.join()
 
+    def give_leaves(self, take: TakeLeaves) -> None:
+        """Call `take` with what is published here, in a thread that is the broker's or the standby's; if it runs."""
+        if self._running is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._running.give_leaves, take)
+
     def take_over(self) -> None:
         """Have a standby take over, if it is in step."""
         if isinstance(self._running, Standby) and self._loop is not None and not self._loop.is_closed():
@@ -531,6 +537,12 @@ class _Beside(ShardsBeside):
         if (running := self._running.get(shard)) is not None:
             running.take_over()
 
+    def give_leaves(self, take: TakeLeaves) -> None:
+        with self._lock:
+            here = list(self._running.values())
+        for running in here:
+            running.give_leaves(take)
+
     def open_port(self) -> int:
         try:
             if self._open is None or self._open.seconds_left < ANSWER_SECONDS:
@@ -550,7 +562,8 @@ class _Beside(ShardsBeside):
         threading.Thread(target=attempt, name="zmqtrain-port", daemon=True).start()
 
     def close(self) -> None:
-        """End all of them, each of which saves; then join the parts of the model, where all are here."""
+        """End all of them, each of which saves; then join the parts of the model, where all are here: the better of the
+        last version and the best."""
         self._closing = True
         for running in list(self._running.values()):
             with contextlib.suppress(Exception):  # it was told in the log
@@ -563,6 +576,7 @@ class _Beside(ShardsBeside):
         parts = [first / part_file(0, self._shards), *(self._folder / f"shard-{n}" for n in range(1, self._shards))]
         try:
             merge_parts(parts, first / MODEL_FILE)
+            self._broker.keeper.choose(first / MODEL_FILE)
         except CheckpointError as error:
             logger.warning("the model is not whole here: %s", error)
 

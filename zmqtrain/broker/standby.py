@@ -18,7 +18,7 @@ from safetensors.numpy import load, save
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.broker.checkpoint import Keeper
-from zmqtrain.broker.core import BrokerAccess, BrokerCore, EffectHandlers, MessageHandlers
+from zmqtrain.broker.core import BrokerAccess, BrokerCore, EffectHandlers, MessageHandlers, TakeLeaves
 from zmqtrain.core.errors import (
     ChannelClosed,
     ConfigError,
@@ -417,6 +417,16 @@ class Standby(_FirstSession):
         """Save what this standby holds, and its part of the model, after `run`. Raises CheckpointError."""
         if self._keeper is not None and self._hub is not None and self._keeps:
             self._keeper.close(self._hub.state(), self._aggregator)
+
+    def give_leaves(self, take: TakeLeaves) -> None:
+        """Call `take` with what this standby knows to be published, in the thread that applies it, if that is not far
+        behind; in any thread."""
+
+        def job() -> None:
+            if (held := self._aggregator) is not None and held.published:
+                take(*held.layout.shard, held.leaves(held.published))
+
+        self._worker.submit(job)
 
     def _is_due(self, now: float) -> bool:
         self._policy.promoted |= self._ordered and self.follower.in_step
