@@ -64,7 +64,6 @@ class Trainer:
         address: str,
         name: str,
         *,
-        endless: bool = False,
         takes_units: bool = True,
         on_step: Callable[[Trainer], None] = lambda trainer: None,
         params: dict | None = None,
@@ -72,7 +71,7 @@ class Trainer:
         move: Callable[[dict, dict], dict] = lambda before, after: after,
     ) -> None:
         self.keys, self.move = keys, move
-        self.name, self.address, self.endless, self.on_step = name, address, endless, on_step
+        self.name, self.address, self.on_step = name, address, on_step
         self.takes_units = takes_units
         self.params = parameters() if params is None else params
         self.began_with: dict | None = None

@@ -51,7 +51,7 @@ def test_who_asks_too_much_is_refused_and_still_has_its_pings_and_the_time(monke
 
 def test_a_run_goes_on_as_if_nobody_had_looked():
     with broker(replace(SETTINGS, units=0)) as hub:
-        one = Trainer(hub.address, "one", endless=True)
+        one = Trainer(hub.address, "one")
         one.wait_until(lambda: one.steps > 4)
         figures = measure_link(hub.address)
         assert figures.nodes == 1 and figures.version >= 0

@@ -37,7 +37,7 @@ def wide():
 
 
 def two_trainers(first):
-    return [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+    return [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2")]
 
 
 def end(trainers):
@@ -166,7 +166,7 @@ def test_with_keys_the_broker_of_a_node_lets_in_who_comes_in_at_the_hub_and_nobo
     folder = KeyFolder(tmp_path / "keys")
     pcs = dict(zip(("pc-1", "pc-2", "pc-3"), map(CurveKeys.load, folder.new(["pc-1", "pc-2", "pc-3"])), strict=True))
     with broker(RunSettings(**SETTINGS, shards=3), checkpoint=tmp_path / "hub", hosting=True, keys=folder) as first:
-        trainers = [Trainer(first.address, name, params=wide(), endless=True, keys=pcs[name]) for name in pcs]
+        trainers = [Trainer(first.address, name, params=wide(), keys=pcs[name]) for name in pcs]
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 3))
         serving = [trainer for trainer in trainers if hosts(trainer) is not None]
@@ -227,7 +227,7 @@ def test_a_shard_whose_broker_two_later_nodes_do_not_reach_is_taken_over_by_the_
             return open_line(self, "tcp://127.0.0.1:1" if address == served_at else address)
 
         monkeypatch.setattr(ShardedNode, "open_line", past_a_firewall)
-        late = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-3", "pc-4")]
+        late = [Trainer(first.address, name, params=wide()) for name in ("pc-3", "pc-4")]
         trainers += late
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 2))
@@ -243,7 +243,7 @@ def test_where_many_nodes_begin_together_the_hub_divides_the_model_among_them_by
     run = RunSettings(start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0)
     large = parameters() | {"wide": jnp.zeros((24, 4096))}
     with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
-        trainers = [Trainer(first.address, f"pc-{number}", params=large, endless=True) for number in range(5)]
+        trainers = [Trainer(first.address, f"pc-{number}", params=large) for number in range(5)]
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 6))
         assert trainers[0].node.settings.shards == 6 and all(map(hosts, trainers))
@@ -257,7 +257,7 @@ def test_where_a_firewall_closes_the_hubs_other_ports_many_nodes_train_with_one_
     run = RunSettings(start_nodes=5, heartbeat_seconds=0.1, lost_seconds=10.0, initial="founder")
     large = parameters() | {"wide": jnp.zeros((24, 4096))}
     with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
-        trainers = [Trainer(first.address, f"pc-{number}", params=large, endless=True) for number in range(5)]
+        trainers = [Trainer(first.address, f"pc-{number}", params=large) for number in range(5)]
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 1))
         assert trainers[0].node.settings.shards == 1 and not any(map(hosts, trainers))

@@ -115,7 +115,7 @@ def said_of_hub(trainer, name):
 def test_a_broker_that_is_started_again_on_a_full_disk_serves_its_run_and_releases_when_there_is_room(tmp_path):
     settings = RunSettings(every=4, delay=2, codec="int8", broadcast_codec="int8", heartbeat_seconds=0.1)
     with BrokerProcess(settings, tmp_path) as first:
-        trainer = Trainer(first.address, "pc-1", endless=True)
+        trainer = Trainer(first.address, "pc-1")
         trainer.wait_until(lambda: trainer.sync is not None and trainer.sync.statistics().version >= 3)
         first.kill()
         version = trainer.sync.statistics().version

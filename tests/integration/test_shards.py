@@ -234,7 +234,7 @@ def test_of_several_brokers_each_may_have_a_standby_which_takes_its_place_when_i
         second = stack.enter_context(BrokerProcess(None, None, place=place_of(first.address, 1, 2)))
         follows = StandbyPlace(first=(first, second)[shard].address, takeover_seconds=0.5)
         standby = stack.enter_context(BrokerProcess(None, None, standby=follows))
-        trainers = [Trainer(first.address, name, params=wide(), endless=True) for name in ("pc-1", "pc-2")]
+        trainers = [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2")]
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: shared(t) and in_step(t, shard) and version_at(t, 1 - shard) > 5)
         (first, second)[shard].kill()
@@ -247,7 +247,7 @@ def test_of_several_brokers_each_may_have_a_standby_which_takes_its_place_when_i
                 and roster.shards == ("", (second, standby)[shard].address)
             )
         )
-        late = Trainer(address, "pc-3", params=wide(1), endless=True)
+        late = Trainer(address, "pc-3", params=wide(1))
         late.wait_until(lambda: shared(late))
         for trainer in (*trainers, late):
             trainer.stop.set()
@@ -436,7 +436,7 @@ def test_a_registration_that_ends_frees_its_shard():
 def test_a_node_that_diverges_begins_again_from_the_shared_parameters_of_all_shards(caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     with run_of(RunSettings(**CALM)) as (first, _):
-        good = Trainer(first.address, "pc-good", params=wide(), endless=True)
+        good = Trainer(first.address, "pc-good", params=wide())
         good.wait_until(lambda: shared(good))
         poisoned = []
 
@@ -446,7 +446,7 @@ def test_a_node_that_diverges_begins_again_from_the_shared_parameters_of_all_sha
                 return {name: leaf * np.nan for name, leaf in after.items()}
             return after
 
-        bad = Trainer(first.address, "pc-bad", params=wide(), endless=True, move=move)
+        bad = Trainer(first.address, "pc-bad", params=wide(), move=move)
         bad.wait_until(lambda: poisoned and bad.steps > poisoned[0] + 100)
         assert all(line.restarts.resets > 0 for line in bad.node._lines)
         assert caplog.text.count("It begins again from the shared parameters") <= 2, "once a shard at most"
@@ -462,8 +462,8 @@ def test_a_node_that_one_shard_quarantines_trains_on_from_the_shared_parameters(
     monkeypatch.setattr("zmqtrain.protocol.limits.QUARANTINE_SECONDS", 1.0)
     caplog.set_level(logging.INFO, "zmqtrain")
     with run_of(RunSettings(**CALM)) as (first, other):
-        good = Trainer(first.address, "pc-good", params=wide(), endless=True)
-        bad = Trainer(first.address, "pc-bad", params=wide(), endless=True)
+        good = Trainer(first.address, "pc-good", params=wide())
+        bad = Trainer(first.address, "pc-bad", params=wide())
         for trainer in (good, bad):
             trainer.wait_until(lambda t=trainer: shared(t))
         line, hub = bad.node._lines[1], other.broker.hub

@@ -39,7 +39,7 @@ def test_nodes_go_on_with_the_standby_when_the_first_is_killed_and_nothing_lands
     with BrokerProcess(SETTINGS, None) as first:
         place = StandbyPlace(first=first.address, takeover_seconds=0.5)
         with BrokerProcess(None, None, standby=place) as standby:
-            trainers = [Trainer(first.address, f"pc-{number}", endless=True) for number in (1, 2)]
+            trainers = [Trainer(first.address, f"pc-{number}") for number in (1, 2)]
             for trainer in trainers:
                 follow(trainer)
             first.kill()
@@ -58,7 +58,7 @@ def test_a_standby_that_is_told_to_takes_over_and_the_first_steps_down_by_itself
     with BrokerProcess(SETTINGS, None) as first:
         place = StandbyPlace(first=first.address)
         with BrokerProcess(None, None, standby=place) as standby:
-            trainer = Trainer(first.address, "pc-1", endless=True)
+            trainer = Trainer(first.address, "pc-1")
             trainer.wait_until(lambda: in_step(trainer))
             _, at, term = promote(standby.address, timeout_seconds=WAIT_SECONDS)
             assert term == 1

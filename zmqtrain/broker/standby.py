@@ -546,7 +546,8 @@ class Standby(_FirstSession):
             else:
                 self._keeper.inherit(hub, aggregator)
             self._keeps = True
-        logger.info("holding %s at version %d, copied from %s", hub.run, hub.version, self.place.where)
+        alone = f": of {settings.shards} shards, shard {shard} alone" if settings.shards > 1 else ""
+        logger.info("holding %s at version %d, copied from %s%s", hub.run, hub.version, self.place.where, alone)
 
     def _release(self, aggregate: Aggregate, frames: list[Buffer]) -> None:
         assert self._hub is not None and self._aggregator is not None, "a release comes after a copy"
