@@ -339,12 +339,12 @@ class Broker:
         self.core.expel(peer, ZmqTrainError(why), "revoked")
 
     def authorised(self, names: Mapping[str, str]) -> None:
-        """Take note of the keys that come in from now on; call it in the broker's loop."""
+        """Let these keys in from now on; call it in the broker's loop."""
         if self.hub.hosting is not None:
             self.core.carry_out(self.hub.hosting.authorise(names))
 
     def port_tried(self, peer: PeerId, reached: bool) -> None:
-        """Take note of whether this machine reaches a port of a node's; call it in the broker's loop."""
+        """Record whether this machine reaches a port of a node's; call it in the broker's loop."""
         if self.hub.hosting is not None:
             self.hub.hosting.trials.tried(peer, reached)
 
