@@ -18,7 +18,7 @@ the same to the bit, whatever the number of threads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
 from typing import Any
@@ -76,6 +76,8 @@ NEAREST = 4
 """A delta is compared with so many of its own version, or of those around it: norms fall as a run converges."""
 
 Vector = NDArray[np.float32]
+TakeLeaves = Callable[[int, int, dict[str, Vector]], None]
+"""(shard, number of shards, what is published of it by leaf path) -> None."""
 Codecs = tuple[Codec, ...]
 
 
@@ -436,6 +438,11 @@ class Aggregator:
         which a shard has a part, that part is there, flat; of one that it has nothing of, nothing."""
         leaves = zip(self.layout.spec, self.layout.join(flats), strict=True)
         return {leaf.path: array for leaf, array in leaves if array.size or not leaf.values}
+
+    def give_leaves(self, take: TakeLeaves) -> None:
+        """Call `take` with what is published, unless nothing is yet."""
+        if self.published:
+            take(*self.layout.shard, self.leaves(self.published))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all arrays by name, each as `leaves` has it: "parameters/<path>", "published/<path>",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zmqtrain.averaging.aggregator import Aggregator
+from zmqtrain.averaging.aggregator import Aggregator, TakeLeaves
 from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.broker.admin import AdminService
 from zmqtrain.broker.checkpoint import Keeper, new_run
@@ -26,7 +26,6 @@ from zmqtrain.broker.core import (
     LoadMeter,
     MessageHandlers,
     ShardsBeside,
-    TakeLeaves,
 )
 from zmqtrain.broker.deltas import PendingUploads, Receiver, ReleasePipeline
 from zmqtrain.broker.snapshots import SnapshotService
@@ -331,8 +330,9 @@ class Broker:
         self.core.stop.set()
 
     def give_leaves(self, take: TakeLeaves) -> None:
-        """Call `take` in the codec thread with what is published here; call it in the broker's loop."""
-        self.codec.do(lambda: take(*self.aggregator.layout.shard, self.aggregator.leaves(self.aggregator.published)))
+        """Call `take` in the codec thread with what is published here, once the run has begun; call it in the broker's
+        loop."""
+        self.codec.do(self.aggregator.give_leaves, take)
 
     def dismiss(self, peer: PeerId, why: str) -> None:
         """Expel a peer whose key was revoked; call it in the broker's loop."""

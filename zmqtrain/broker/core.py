@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from zmqtrain.averaging.aggregator import Aggregator, Vector
+from zmqtrain.averaging.aggregator import Aggregator, TakeLeaves
 from zmqtrain.averaging.snapshot import OPTIMIZER_STATE_MODELS
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import how_to_upgrade
@@ -48,8 +48,6 @@ CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
 MessageHandlers = dict[type[Message], Callable[[PeerId, Any, float], None]]
 """By type of message: (sender, message, now) -> None."""
 EffectHandlers = dict[type[HubEffect], Callable[[Any], None]]
-TakeLeaves = Callable[[int, int, dict[str, Vector]], None]
-"""(shard, number of shards, what is published of it by leaf path) -> None."""
 
 
 class BrokerService(Protocol):

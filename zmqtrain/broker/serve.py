@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from zmqtrain.averaging.aggregator import TakeLeaves
 from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics
 from zmqtrain.broker.checkpoint import MODEL_FILE, Keeper, RunFolders, merge_parts, new_run, part_file
-from zmqtrain.broker.core import BrokerAccess, ShardsBeside, TakeLeaves
+from zmqtrain.broker.core import BrokerAccess, ShardsBeside
 from zmqtrain.broker.standby import Registration, ShardPlace, Standby, StandbyPlace, TakeoverState
 from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.checkpoint.model_files import Beginning

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from safetensors.numpy import load, save
 
-from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.averaging.aggregator import Aggregator, Released, TakeLeaves
 from zmqtrain.broker.checkpoint import Keeper
-from zmqtrain.broker.core import BrokerAccess, BrokerCore, EffectHandlers, MessageHandlers, TakeLeaves
+from zmqtrain.broker.core import BrokerAccess, BrokerCore, EffectHandlers, MessageHandlers
 from zmqtrain.core.errors import (
     ChannelClosed,
     ConfigError,
@@ -421,12 +421,7 @@ class Standby(_FirstSession):
     def give_leaves(self, take: TakeLeaves) -> None:
         """Call `take` with what this standby knows to be published, in the thread that applies it, if that is not far
         behind; in any thread."""
-
-        def job() -> None:
-            if (held := self._aggregator) is not None and held.published:
-                take(*held.layout.shard, held.leaves(held.published))
-
-        self._worker.submit(job)
+        self._worker.submit(lambda: self._aggregator.give_leaves(take) if self._aggregator is not None else None)
 
     def _is_due(self, now: float) -> bool:
         self._policy.promoted |= self._ordered and self.follower.in_step
