@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State
-from zmqtrain.codecs.payload import Part, Run, SlabEncoder, SlabReader, payload_norm, plan_parts
+from zmqtrain.codecs.payload import Part, Run, SlabEncoder, SlabReader, Values, payload_norm, plan_parts
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.settings import RunSettings
@@ -113,7 +113,7 @@ class SlabThreads:
             raise failed[min(failed)]
 
 
-Values = NDArray[np.float32]
+Vector = NDArray[np.float32]
 
 SAMPLED = 4096
 """So many values of a fragment are looked at, spread over it; of a smaller one all."""
@@ -135,8 +135,8 @@ class DeltaMeter:
         """The noise scale in units of one node's delta (`NoiseScale.noise`)."""
         return self._scale.noise
 
-    def read(self, fragment: int, total: Values) -> Values:
-        sample: Values = total[self.places(fragment, total.size)]
+    def read(self, fragment: int, total: Vector) -> Vector:
+        sample: Vector = total[self.places(fragment, total.size)]
         return sample
 
     def places(self, fragment: int, size: int) -> NDArray[np.int64]:
@@ -145,7 +145,7 @@ class DeltaMeter:
             places = self._places[fragment] = _spread(size, fragment)
         return places
 
-    def add(self, peer: PeerId, fragment: int, before: Values, after: Values, size: int) -> None:
+    def add(self, peer: PeerId, fragment: int, before: Vector, after: Vector, size: int) -> None:
         """Take a node's delta of so many values from what the sum has at the sampled places before and after it.
 
         before: a zero if the sum is nothing but this delta.
@@ -171,7 +171,6 @@ def _spread(size: int, fragment: int) -> NDArray[np.int64]:
 SCORES_KEPT = 16
 """The shared model's score is the median of so many of its nodes' latest ones."""
 
-Vector = NDArray[np.float32]
 Frames = Sequence[Buffer]
 Held = tuple[Publish, Frames]
 Decode = Callable[[PeerId, Publish, Frames], Vector]
@@ -406,9 +405,10 @@ class _Adding:
         """Add one part of each to `total`, the part's sum. slabs: of the part, in each publish."""
         first, last = np.searchsorted(self._places, (part.start, part.end)).tolist()
         looked_at, samples = self._places[first:last] - part.start, self._samples
+        values = Values.flat(total, part.start)
         for order, (source, numbers) in enumerate(zip(self._sources, slabs, strict=True)):
             samples[0, order, first:last] = total[looked_at]
-            source.add(numbers, total, part.start)
+            source.add(numbers, values)
             samples[1, order, first:last] = total[looked_at]
 
     def sample(self, meter: DeltaMeter, fragment: int, size: int) -> None:
@@ -517,7 +517,7 @@ class EncodedRound:
         """
         known, (in_memory, parameters, published) = self._fragments[fragment], arrays
         size, parts = parameters.size, _parts(known, codecs, counts)
-        encoder = SlabEncoder(codecs, counts, states)
+        encoder, everything = SlabEncoder(codecs, counts, states), Values.flat(published)
         adding = _Adding(known, self._meter.places(fragment, size))
         kept, added = self._kept[fragment], list[int]()
 
@@ -532,15 +532,14 @@ class EncodedRound:
             step.take(inside, total, parameters[inside], published[inside], rest)
             if known.in_memory:
                 total.fill(0)
+            unpublished = Values.flat(rest, part.start)
             for run in encoder.plan.runs_of(part.slabs[0]):
-                start, end = encoder.plan.span(run)
-                encoder.encode_run(run, rest[start - part.start : end - part.start])
+                encoder.encode_run(run, unpublished)
                 if encoder.plan.slabs[run.slabs.start].codec.sparse is not None:
                     added.extend(_publish_sparse(encoder, run.slabs, published, kept))
 
         def publish(run: Run) -> None:
-            start, end = encoder.plan.span(run)
-            encoder.add(run, published[start:end])
+            encoder.add(run, everything)
 
         try:
             self._threads.each(step_part, parts, size)

@@ -34,10 +34,13 @@ PIECE_VALUES = 65_536
 MAGNITUDE = 0x7FFFFFFF
 """The bits of a float32 but for its sign."""
 
+INFINITY_BITS = 0x7F800000
+"""The bits of infinity; those of a NaN's magnitude are more."""
+
 SMALLEST_MAGNITUDE_BITS = (127 - 100) << 23
 """The bits of 2^-100: a block whose largest magnitude is smaller is sent as zeros, so that no denormal ever matters."""
 
-_SMALLEST_SCALE_BITS = (127 - 108) << 7
+SMALLEST_SCALE_BITS = (127 - 108) << 7
 """The bfloat16 bits of 2^-108: no encoder makes a smaller scale, zero aside."""
 
 _ONE = np.uint16(1)
@@ -53,34 +56,27 @@ Sections = tuple[tuple[Any, int], ...]
 Encode = Callable[[Array, State], tuple[tuple[Array, ...], State]]
 
 
-class Rows(NamedTuple):
-    """Where slabs of `values` values each, which follow each other in a frame, have their buffers.
+class RunLoops(NamedTuple):
+    """What a codec does with all slabs of a run in one call of machine code, to the same bytes as one after the other.
 
-    frame: uint8, all of it.  sections: of the first slab's buffers, as of a `Slab`.  stride: bytes from a slab to the
-    next.
+    A run lies in one frame. Its slabs of one length and one segment are a row of its table, int64[rows, 4 and more]:
+    the place of the row's first value in the payload, how many slabs it has, the values of each, the bytes from a slab
+    to the next; and then, for each buffer, the byte of the frame where the first slab's begins. frame: uint8, all of
+    it.  addresses: int64[rows], of each row's first value in memory: float32, contiguous and aligned.
+
+    encode(addresses, table, frame, sent): writes the buffers of all slabs into the frame. sent: uint8[k, bytes of the
+      frame]: other frames of the very same form, whose decoded sum, in order, is subtracted first. Returns the first
+      row that holds NaN or infinity, -1 if none does.
+    decode_into(frame, table, addresses, add): as of a Codec.
+    check(frame, table): returns the first row with a slab that the codec's `check` refuses, -1 if there is none.
+    energy(frame, table): as of a Codec, of all slabs together.
+    Only where `fast.kernels` has machine code.
     """
 
-    frame: Numpy
-    sections: tuple[slice, ...]
-    stride: int
-    values: int
-
-
-class RowLoops(NamedTuple):
-    """What a codec does with all slabs of some `Rows` in one call, to the same bytes as one after the other.
-
-    encode(x, rows, sent): x is float32[n * values], n slabs, contiguous and aligned; writes their buffers into the
-      frame. sent: uint8[k, bytes of the frame]: other frames of the very same form, whose decoded sum, in order, is
-      subtracted from x first. Raises NonFiniteDelta. Only where `fast.kernels` has machine code.
-    decode_into(rows, out, add): as of a Codec; out is float32[n * values], contiguous and aligned. Only where
-      `fast.kernels` has machine code.
-    check(rows, n), energy(rows, n): as of a Codec, for n slabs.
-    """
-
-    encode: Callable[[Numpy, Rows, Numpy], None]
-    decode_into: Callable[[Rows, Numpy, bool], None]
-    check: Callable[[Rows, int], None]
-    energy: Callable[[Rows, int], float]
+    encode: Callable[[Numpy, Numpy, Numpy, Numpy], int]
+    decode_into: Callable[[Numpy, Numpy, Numpy, bool], None]
+    check: Callable[[Numpy, Numpy], int]
+    energy: Callable[[Numpy, Numpy], float]
 
 
 class Codec(NamedTuple):
@@ -107,7 +103,7 @@ class Codec(NamedTuple):
       energy is known only after decoding.
     sparse(buffers, n): the places, int32, ascending, and the values there, float32, of buffers that have passed
       `check`: all other values are zero. None for a codec that sends every value.
-    rows: does many slabs at once, for a codec without a state; None: they are done one by one.
+    loops: do many slabs at once, for a codec without a state; None: they are done one by one.
     Codecs of one name are equal.
     Source of the shape: optax's GradientTransformation.
     """
@@ -122,7 +118,7 @@ class Codec(NamedTuple):
     slab: int = SLAB_VALUES
     energy: Callable[[Buffers, int], float] | None = None
     sparse: Callable[[Buffers, int], tuple[Numpy, Numpy]] | None = None
-    rows: RowLoops | None = None
+    loops: RunLoops | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -255,6 +251,11 @@ def plain(x: Numpy) -> Numpy:
     return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, requirements=["C", "A"])
 
 
+def address_of(x: Numpy) -> int:
+    """Return where the values of an array begin in memory."""
+    return int(x.__array_interface__["data"][0])
+
+
 def in_blocks(x: Array, block: int) -> Array:
     """Return x[n] as rows of `block` values, the last one filled up with zeros."""
     xp = x.__array_namespace__()
@@ -276,7 +277,7 @@ def to_bfloat16(bits: Array) -> Array:
 
 def needs_finite(largest_bits: int, count: int) -> None:
     """Raise NonFiniteDelta if `largest_bits`, the largest magnitude's bits as an integer, is infinity's or a NaN's."""
-    if largest_bits >= 0x7F800000:
+    if largest_bits >= INFINITY_BITS:
         raise NonFiniteDelta(f"NaN or infinity in a slab of {count} values")
 
 
@@ -307,7 +308,7 @@ def _read(buffer: Buffer | Array, dtype: Any, count: int, name: str) -> Array:
     return buffer
 
 
-def check_scales(scales: Numpy, largest_bits: int, codec: str, smallest_bits: int = _SMALLEST_SCALE_BITS) -> None:
+def check_scales(scales: Numpy, largest_bits: int, codec: str, smallest_bits: int = SMALLEST_SCALE_BITS) -> None:
     """Raise CodecError unless every scale (bfloat16 as uint16) is zero or a normal number an encoder may have made."""
     if np.maximum.reduce(scales) > largest_bits or np.minimum.reduce(scales - _ONE) < smallest_bits - 1:
         odd = (scales > largest_bits) | ((scales < smallest_bits) & (scales != 0))

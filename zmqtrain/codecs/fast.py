@@ -9,6 +9,7 @@ Rule 3: no fast-math and no fused multiply-add: Rule 1 of codec.py holds here to
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import warnings
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zmqtrain.codecs.codec import SMALLEST_MAGNITUDE_BITS
+from zmqtrain.codecs.codec import INFINITY_BITS, SMALLEST_MAGNITUDE_BITS, SMALLEST_SCALE_BITS
 from zmqtrain.core.installed import how_to_install
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ _LINE_VALUES = 16  # of 4 bytes in a cache line
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _SMALLEST = np.int32(SMALLEST_MAGNITUDE_BITS)
+_INFINITY, _SMALLEST_SCALE = INFINITY_BITS, SMALLEST_SCALE_BITS
 _UNIT_EXPONENT = 127 + 11 + 127  # as in levels.py
 _TO_16_BITS = np.float32(65536)
 _NOISE = np.uint32(0xFFFF)
@@ -51,18 +53,26 @@ def _first_one(word: np.uint64) -> int:
     return (int(word) & -int(word)).bit_length() - 1
 
 
+def _floats(address: int, count: int) -> Any:
+    """Return the float32[count] that lie at an address; who calls holds the memory. `_compile` replaces it."""
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+
+
 class Kernels(NamedTuple):
     """The loops in machine code. All arrays are contiguous and aligned.
 
     quantize(x, block, 1 / most, largest scale bits, 1 / each scale by its bits, None or most if
       rounded at random, codes, scales): as `_encode_numpy` of quantize.py; returns the largest magnitude's bits.
     write(codes, scales as float32, out, block, add): as `write_blocks` of quantize.py.
-    ternary(x, slab, block, sent uint8[k, bytes], frame uint8[bytes], first byte of the digits, of the scales, stride,
-      scratch float32[block], scratch int16[block], scratch uint8[5 m]): as `_encode_ternary_numpy` of levels.py, for
-      slabs of `slab` values, each `stride` bytes after the last, of x less what the frames in `sent` decode to; returns
-      the largest magnitude's bits.
-    write_ternary(digits uint8, first, scales uint8, first, stride, slab, out, block, add): as `write_blocks` of the
-      digits, slab after slab.
+    ternary(addresses int64[rows], table int64[rows, 6], block, sent uint8[k, bytes], frame uint8[bytes], scratch
+      float32[block], scratch int16[block], scratch uint8[5 m]): as `_encode_ternary_numpy` of levels.py, for the slabs
+      of a `RunLoops` table, of the values there less what the frames in `sent` decode to; returns the first row that
+      holds NaN or infinity, or -1.
+    write_ternary(frame uint8, table, addresses, block, add): as `write_blocks` of the digits, slab after slab.
+    write_ternary_slab(digits uint8, scales uint8, out, block, add): the same, of one slab.
+    check_ternary(frame, table, block, largest byte, largest scale bits): the first row with a slab that
+      `_check_ternary` of levels.py refuses, or -1.
+    ternary_energy(frame, table, block): of all slabs, as `energy_of_scales` of codec.py.
     pick(x, least key, kept, scratch int32[n], scratch int32[n], scratch int32[32768] of zeros, places
       int32[kept + 1], values float32[kept]): as `_largest_numpy` of sparsify.py, among the values of the least key
       or more; returns the cut's key and, 16 bits higher, the largest, or -1 if the candidates are too few.
@@ -81,6 +91,9 @@ class Kernels(NamedTuple):
     write: Callable[..., None]
     ternary: Callable[..., int]
     write_ternary: Callable[..., None]
+    write_ternary_slab: Callable[..., None]
+    check_ternary: Callable[..., int]
+    ternary_energy: Callable[..., float]
     pick: Callable[..., int]
     pack: Callable[..., None]
     unpack: Callable[..., int]
@@ -168,9 +181,29 @@ def _trailing_zeros(numba: Any) -> Any:
     return numba.extending.intrinsic(of_type)
 
 
+def _vector(numba: Any) -> Any:
+    """Return `_floats` as numba compiles it."""
+    from llvmlite import ir
+
+    floats = numba.types.CPointer(numba.types.float32)
+
+    def of_type(_: Any, address: Any) -> Any:
+        def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
+
+        return floats(numba.types.int64), write
+
+    pointer, carray = numba.extending.intrinsic(of_type), numba.carray
+
+    def floats_at(address: Any, count: Any) -> Any:
+        return carray(pointer(address), count)
+
+    return numba.njit(floats_at)
+
+
 def _compile(numba: Any) -> Kernels:
-    global _fetch, _first_one, _ternary_slab, _write_block
-    _fetch, _first_one = _prefetch(numba), _trailing_zeros(numba)
+    global _fetch, _first_one, _floats, _ternary_slab, _write_block
+    _fetch, _first_one, _floats = _prefetch(numba), _trailing_zeros(numba), _vector(numba)
 
     def given(kind: Any) -> Any:
         return numba.types.Array(kind, 1, "C", readonly=True)
@@ -193,12 +226,13 @@ def _compile(numba: Any) -> Kernels:
     packed = made(numba.uint8)
     write = numba.void(given(numba.int8), x, made(numba.float32), numba.int64, numba.boolean)
     whole, byte = numba.int64, given(numba.uint8)
-    write_ternary = numba.void(*(byte, whole, byte, whole, whole, whole, made(numba.float32), whole, numba.boolean))
+    numbers, table = given(whole), numba.types.Array(whole, 2, "C", readonly=True)
+    write_ternary = numba.void(byte, table, numbers, whole, numba.boolean)
+    write_slab = numba.void(byte, byte, made(numba.float32), whole, numba.boolean)
+    check_ternary = numba.int64(byte, table, whole, whole, whole)
+    energy = numba.float64(byte, table, whole)
     sent = numba.types.Array(numba.uint8, 2, "C", readonly=True)
-    ternary = numba.int64(
-        *(x, whole, whole, sent, packed, whole, whole, whole),
-        *(made(numba.float32), made(numba.int16), packed),
-    )
+    ternary = numba.int64(numbers, table, whole, sent, packed, *(made(numba.float32), made(numba.int16), packed))
     _write_block = jit(
         numba.void(byte, whole, byte, whole, whole, whole, made(numba.float32), numba.boolean), _write_block
     )
@@ -221,6 +255,9 @@ def _compile(numba: Any) -> Kernels:
         jit(write, _write),
         jit(ternary, _ternary),
         jit(write_ternary, _write_ternary),
+        jit(write_slab, _write_ternary_slab),
+        jit(check_ternary, _check_ternary),
+        jit(energy, _ternary_energy),
         jit(pick, _pick),
         jit(pack, _pack),
         jit(unpack, _unpack),
@@ -286,27 +323,20 @@ def _write(codes: Any, scales: Any, out: Any, block: int, add: bool) -> None:
                 target[i] = np.float32(source[i]) * scale
 
 
-def _ternary(
-    x: Any,
-    slab: int,
-    block: int,
-    sent: Any,
-    frame: Any,
-    first: int,
-    scales_first: int,
-    stride: int,
-    rest: Any,
-    units: Any,
-    digits: Any,
-) -> int:
-    worst = 0
-    for start in range(0, x.size, slab):
-        values = x[start : start + slab]
-        largest = _ternary_slab(values, block, sent, frame, first, scales_first, rest, units, digits)
-        worst = max(worst, largest)
-        first += stride
-        scales_first += stride
-    return worst
+def _ternary(addresses: Any, table: Any, block: int, sent: Any, frame: Any, rest: Any, units: Any, digits: Any) -> int:
+    spoiled = -1
+    for row in range(table.shape[0]):
+        slabs, slab, stride = table[row, 1], table[row, 2], table[row, 3]
+        first, scales_first = table[row, 4], table[row, 5]
+        values = _floats(addresses[row], slabs * slab)
+        for start in range(0, values.size, slab):
+            x = values[start : start + slab]
+            largest = _ternary_slab(x, block, sent, frame, first, scales_first, rest, units, digits)
+            if largest >= _INFINITY and spoiled < 0:
+                spoiled = row
+            first += stride
+            scales_first += stride
+    return spoiled
 
 
 def _ternary_slab(
@@ -363,25 +393,62 @@ def _ternary_slab(
     return worst
 
 
-def _write_ternary(
-    packed: Any,
-    first: int,
-    scales: Any,
-    scales_first: int,
-    stride: int,
-    slab: int,
-    out: Any,
-    block: int,
-    add: bool,
-) -> None:
-    for begin in range(0, out.size, slab):
-        values = out[begin : begin + slab]
-        width, scales_at = (values.size + 4) // 5, scales_first
-        for start in range(0, values.size, block):
-            _write_block(packed, first, scales, scales_at, width, start, values[start : start + block], add)
-            scales_at += 2
-        first += stride
-        scales_first += stride
+def _write_ternary(frame: Any, table: Any, addresses: Any, block: int, add: bool) -> None:
+    for row in range(table.shape[0]):
+        slabs, slab, stride = table[row, 1], table[row, 2], table[row, 3]
+        first, scales_first, width = table[row, 4], table[row, 5], (slab + 4) // 5
+        out = _floats(addresses[row], slabs * slab)
+        for begin in range(0, out.size, slab):
+            values, scales_at = out[begin : begin + slab], scales_first
+            for start in range(0, slab, block):
+                _write_block(frame, first, frame, scales_at, width, start, values[start : start + block], add)
+                scales_at += 2
+            first += stride
+            scales_first += stride
+
+
+def _write_ternary_slab(packed: Any, scales: Any, out: Any, block: int, add: bool) -> None:
+    width, scales_at = (out.size + 4) // 5, 0
+    for start in range(0, out.size, block):
+        _write_block(packed, 0, scales, scales_at, width, start, out[start : start + block], add)
+        scales_at += 2
+
+
+def _check_ternary(frame: Any, table: Any, block: int, largest_byte: int, largest_scale: int) -> int:
+    for row in range(table.shape[0]):
+        slabs, slab, stride = table[row, 1], table[row, 2], table[row, 3]
+        first, scales_first = table[row, 4], table[row, 5]
+        width, blocks = (slab + 4) // 5, (slab + block - 1) // block
+        for _ in range(slabs):
+            packed, scales = frame[first : first + width], frame[scales_first : scales_first + 2 * blocks]
+            largest, odd = np.uint8(0), 0
+            for i in range(width):
+                largest = max(largest, packed[i])
+            for i in range(blocks):
+                scale = int(scales[2 * i]) | int(scales[2 * i + 1]) << 8
+                odd |= (scale > largest_scale) | ((scale != 0) & (scale < _SMALLEST_SCALE))
+            for place in range(slab, 5 * width):
+                odd |= int(packed[place % width]) // 3 ** (place // width) % 3 != 1
+            if odd or largest > largest_byte:
+                return row
+            first += stride
+            scales_first += stride
+    return -1
+
+
+def _ternary_energy(frame: Any, table: Any, block: int) -> float:
+    energy = 0.0
+    for row in range(table.shape[0]):
+        slabs, slab, stride, scales_first = table[row, 1], table[row, 2], table[row, 3], table[row, 5]
+        blocks = (slab + block - 1) // block
+        for _ in range(slabs):
+            total, scale = 0.0, np.float32(0)
+            for i in range(scales_first, scales_first + 2 * blocks, 2):
+                scale = np.int32((int(frame[i]) | int(frame[i + 1]) << 8) << 16).view(np.float32)
+                total += float(np.float32(scale * scale))
+            energy += max(0.0, block * total - (block * blocks - slab) * float(scale) * float(scale))
+            scales_first += stride
+    return energy
 
 
 def _write_block(

@@ -16,16 +16,17 @@ import numpy as np
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
+    INFINITY_BITS,
     LARGEST_BLOCK,
     MAGNITUDE,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
     Codec,
     Numpy,
-    RowLoops,
-    Rows,
+    RunLoops,
     Scratch,
     Sections,
+    address_of,
     block_codec_name,
     block_count,
     check_scales,
@@ -307,70 +308,53 @@ def ternary(block: int = 128) -> Codec:
     def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
         packed, scales = arrays
         if out.flags.c_contiguous and out.flags.aligned and (kernels := fast.kernels(out.size)):
-            kernels.write_ternary(packed, 0, scales.view(np.uint8), 0, 0, out.size, out, block, add)
+            kernels.write_ternary_slab(packed, scales.view(np.uint8), out, block, add)
         else:
             write_blocks(_unpack_digits(packed)[: out.size], scales, out, block, add)
 
     def check(arrays: tuple[Array, ...], count: int) -> None:
         packed, scales = arrays
-        _check_ternary(packed[None], scales, count, name)
+        _check_ternary(packed, scales, count, name)
 
-    def encode_rows(x: Numpy, rows: Rows, sent: Numpy) -> None:
-        _encode_rows(x, rows.values, block, sent, (rows.frame, *_starts(rows), rows.stride))
+    def encode_run(addresses: Numpy, table: Numpy, frame: Numpy, sent: Numpy) -> int:
+        return _encode_run(addresses, table, block, sent, frame)
 
-    def write_rows(rows: Rows, out: Numpy, add: bool) -> None:
-        kernels, (first, scales) = fast.kernels(out.size), _starts(rows)
-        assert kernels is not None
-        kernels.write_ternary(rows.frame, first, rows.frame, scales, rows.stride, rows.values, out, block, add)
+    def write_run(frame: Numpy, table: Numpy, addresses: Numpy, add: bool) -> None:
+        _machine_code().write_ternary(frame, table, addresses, block, add)
 
-    def check_rows(rows: Rows, count: int) -> None:
-        packed, scales = _in_rows(rows, count)
-        _check_ternary(packed, scales.reshape(-1), rows.values, name)
+    def check_run(frame: Numpy, table: Numpy) -> int:
+        return _machine_code().check_ternary(frame, table, block, _LARGEST_BYTE, _LARGEST_SCALE_BITS)
 
-    def energy_of_rows(rows: Rows, count: int) -> float:
-        _, scales = _in_rows(rows, count)
-        steps = np.left_shift(scales, 16, dtype=np.uint32).view(np.float32)
-        sums, missing = np.einsum("ij,ij->i", steps, steps), block * scales.shape[1] - rows.values
-        energies = block * sums.astype(np.float64) - missing * steps[:, -1].astype(np.float64) ** 2
-        return float(np.maximum(energies, 0).sum())
+    def energy_of_run(frame: Numpy, table: Numpy) -> float:
+        return _machine_code().ternary_energy(frame, table, block)
 
     codec = plain_codec(name, layout, encode, decode, write, check, (1, 1, block))
-    return codec._replace(rows=RowLoops(encode_rows, write_rows, check_rows, energy_of_rows))
+    return codec._replace(loops=RunLoops(encode_run, write_run, check_run, energy_of_run))
 
 
-def _in_rows(rows: Rows, count: int) -> tuple[Numpy, Numpy]:
-    """Return the digits, a view, and the scales, uint16, of so many slabs: a row of each for each slab."""
-    first = rows.sections[0].start
-    slabs = rows.frame[first : first + count * rows.stride].reshape(count, rows.stride)
-    packed, scales = (slabs[:, part.start - first : part.stop - first] for part in rows.sections)
-    return packed, np.ascontiguousarray(scales).view(np.uint16)
-
-
-def _starts(rows: Rows) -> tuple[int, int]:
-    packed, scales = rows.sections
-    return packed.start, scales.start
+def _machine_code() -> fast.Kernels:
+    kernels = fast.kernels(fast.LARGE_SLAB)
+    assert kernels is not None, "only where there is machine code"
+    return kernels
 
 
 def _check_ternary(packed: Numpy, scales: Numpy, count: int, name: str) -> None:
-    """Raise CodecError unless slabs of `count` values may have these bytes, uint8[slabs, m], and scales."""
     check_scales(scales, _LARGEST_SCALE_BITS, name)
-    if np.maximum.reduce(packed, axis=None) > _LARGEST_BYTE:
+    if np.maximum.reduce(packed) > _LARGEST_BYTE:
         raise CodecError(f"{name}: a byte over {_LARGEST_BYTE} holds no five digits")
-    width = packed.shape[1]
-    for place in range(count, _DIGITS * width):
-        if (packed[:, place % width] // 3 ** (place // width) % 3 != 1).any():
+    for place in range(count, _DIGITS * packed.size):
+        if packed[place % packed.size] // 3 ** (place // packed.size) % 3 != 1:
             raise CodecError(f"{name}: a digit after the last value is not 0")
 
 
-def _encode_rows(x: Numpy, values: int, block: int, sent: Numpy, target: tuple[Numpy, int, int, int]) -> None:
-    """Encode slabs of so many values in machine code. sent: as of `RowLoops.encode`.  target: the frame, where the
-    first slab's digits and scales begin, and the bytes from slab to slab. Raises NonFiniteDelta."""
-    kernels = fast.kernels(x.size)
-    assert kernels is not None
+def _encode_run(addresses: Numpy, table: Numpy, block: int, sent: Numpy, frame: Numpy) -> int:
     rest, units = _scratch.take("rest", block, np.float32), _scratch.take("units", block, np.int16)
-    digits = _scratch.take("digits", block_count(values, _DIGITS) * _DIGITS, np.uint8)
-    needs_finite(kernels.ternary(x, values, block, sent, *target, rest, units, digits), values)
+    longest = int(table[:, _VALUES].max())
+    digits = _scratch.take("digits", block_count(longest, _DIGITS) * _DIGITS, np.uint8)
+    return _machine_code().ternary(addresses, table, block, sent, frame, rest, units, digits)
 
+
+_VALUES = 2  # the column of a run's table
 
 _NOTHING_SENT = np.zeros((0, 1), np.uint8)
 
@@ -432,7 +416,9 @@ def _encode_ternary_numpy(x: Numpy, block: int) -> tuple[Array, Array]:
     if fast.kernels(x.size):
         first = width + width % 2  # of the scales, 16 bits each
         buffer = np.empty(first + 2 * blocks, np.uint8)
-        _encode_rows(x, x.size, block, _NOTHING_SENT, (buffer, 0, first, 0))
+        table = np.array([[0, 1, x.size, 0, 0, first]], np.int64)
+        if _encode_run(np.array([address_of(x)]), table, block, _NOTHING_SENT, buffer) >= 0:
+            needs_finite(INFINITY_BITS, x.size)
         return buffer[:width], buffer[first:].view(np.uint16)
     digits, scales = _scratch.take("digits", width * _DIGITS, np.uint8), np.empty(blocks, np.uint16)
     digits[x.size :] = 1

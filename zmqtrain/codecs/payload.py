@@ -19,9 +19,9 @@ import threading
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import sqrt
 from typing import Protocol
 
@@ -29,16 +29,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
-from zmqtrain.codecs.codec import Codec, Rows, Scratch, State, plain
+from zmqtrain.codecs.codec import Codec, RunLoops, Scratch, State, address_of
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import MAX_FRAME_BYTES, Array, Buffer
 
+Vector = NDArray[np.float32]
+
 _VERSION = 2
 _HEADER = struct.Struct("<B3xIII")
 _ALIGNMENT = 4
-
-Vector = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,62 @@ class FramePlan:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Slabs in a row that one call of a codec can do: of one segment, of one frame, and of equal length.
+RUN_VALUES = 1 << 18
+"""A run has no more values, but for a single slab: enough that its call does not count, and several threads share."""
 
-    frame: its number.  stride: bytes from a slab to the next.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Slabs in a row that one call of a codec can do: of one frame and of one codec.
+
+    frame: its number.  table: of its rows, as `RunLoops` takes it; start, segments: where each row begins in the
+    payload, and the segment that it is of.
     """
 
     slabs: range
     frame: int
-    stride: int
+    table: NDArray[np.int64]
+    segments: tuple[int, ...]
+
+
+class Values:
+    """The float32 values of a payload in memory, or of slabs in a row of it: where they are read or written.
+
+    Either one vector for all, whose first value is that at `start` of the payload's; or one for each segment.
+    """
+
+    def __init__(self, vectors: Sequence[Array], starts: Sequence[int]) -> None:
+        self._vectors, self._starts = vectors, starts
+        self.is_plain = all(_is_plain(vector) for vector in vectors)
+        """Whether machine code may read and write here."""
+        self._bases: NDArray[np.int64] | None = None
+
+    @classmethod
+    def flat(cls, vector: Vector, start: int = 0) -> Values:
+        return cls([vector], [start])
+
+    @classmethod
+    def of_segments(cls, segments: Sequence[Array]) -> Values:
+        return cls(segments, [0, *accumulate(segment.size for segment in segments)][: len(segments)])
+
+    def part(self, slab: Slab) -> Array:
+        """Return the values of one slab, a view."""
+        number = slab.segment if len(self._vectors) > 1 else 0
+        start = self._starts[number]
+        return self._vectors[number][slab.start - start : slab.end - start]
+
+    def addresses(self, run: Run) -> NDArray[np.int64]:
+        """Return where each row of a run has its first value."""
+        if self._bases is None:  # of value 0 of the payload, if it lay in the same vector
+            pairs = zip(self._vectors, self._starts, strict=True)
+            self._bases = np.array([address_of(vector) - 4 * start for vector, start in pairs], np.int64)
+        bases = self._bases[0] if len(self._vectors) == 1 else self._bases[list(run.segments)]
+        places: NDArray[np.int64] = bases + 4 * run.table[:, 0]
+        return places
+
+
+def _is_plain(vector: Array) -> bool:
+    return bool(vector.dtype == np.float32 and vector.flags.c_contiguous and vector.flags.aligned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,30 +129,33 @@ class PayloadPlan:
 
     slabs: tuple[Slab, ...]
     frames: tuple[FramePlan, ...]
-    runs: tuple[Run, ...]
     seed: int
     """Where the checksum begins: the crc32 of the codecs' names."""
     of_first: dict[int, FramePlan]
     """The frame by the number of its first slab."""
+    runs_known: dict[tuple[int, int], tuple[Run, ...]] = field(default_factory=dict)
 
-    def runs_of(self, numbers: range) -> Iterator[Run]:
-        """Give the runs of these slabs, which may begin and end within one."""
-        place = bisect_right(self.runs, numbers.start, key=lambda run: run.slabs.start) - 1
-        start = numbers.start
-        while start < numbers.stop:
-            run = self.runs[place]
-            end = min(run.slabs.stop, numbers.stop)
-            yield Run(range(start, end), run.frame, run.stride)
-            start, place = end, place + 1
+    def loops(self, run: Run) -> RunLoops | None:
+        """Return what does all slabs of a run at once; None: they are done one by one."""
+        loops = self.slabs[run.slabs.start].codec.loops
+        return loops if loops is not None and fast.kernels(len(run.slabs) * int(run.table[0, 2])) else None
 
-    def span(self, run: Run) -> tuple[int, int]:
-        """Return the first value of a run's slabs, and the end of their values."""
-        return self.slabs[run.slabs.start].start, self.slabs[run.slabs.stop - 1].end
+    @property
+    def runs(self) -> Sequence[Run]:
+        """The runs of all slabs."""
+        return self.runs_of(range(len(self.slabs)))
 
-    def rows(self, run: Run, frame: NDArray[np.uint8]) -> Rows:
-        """Return where a run's slabs have their buffers. frame: its bytes."""
-        first = self.slabs[run.slabs.start]
-        return Rows(frame, first.sections, run.stride, first.values)
+    def runs_of(self, numbers: range) -> Sequence[Run]:
+        """Return the runs of these slabs: a frame's, or those of a part that is always the same."""
+        key = numbers.start, numbers.stop
+        if key not in self.runs_known:
+            place = bisect_right(self.frames, numbers.start, key=lambda frame: frame.slabs.start) - 1
+            runs: list[Run] = []
+            for number, frame in enumerate(self.frames[place:], place):
+                inside = range(max(numbers.start, frame.slabs.start), min(numbers.stop, frame.slabs.stop))
+                runs += _runs(self.slabs, number, inside)
+            self.runs_known[key] = tuple(runs)
+        return self.runs_known[key]
 
 
 @lru_cache(maxsize=2048)
@@ -131,18 +180,31 @@ def plan_payload(codecs: tuple[Codec, ...], counts: tuple[int, ...]) -> PayloadP
     if slabs:
         frames.append(FramePlan(range(first, len(slabs)), size))
     seed = zlib.crc32(";".join(codec.name for codec in codecs).encode())
-    runs = tuple(run for number, frame in enumerate(frames) for run in _runs(slabs, number, frame))
-    return PayloadPlan(tuple(slabs), tuple(frames), runs, seed, {frame.slabs.start: frame for frame in frames})
+    return PayloadPlan(tuple(slabs), tuple(frames), seed, {frame.slabs.start: frame for frame in frames})
 
 
-def _runs(slabs: Sequence[Slab], number: int, frame: FramePlan) -> Iterator[Run]:
-    first = frame.slabs.start
-    for place in frame.slabs:
-        slab, after = slabs[place], slabs[place + 1] if place + 1 < frame.slabs.stop else None
-        if after is None or (after.segment, after.values) != (slab.segment, slab.values):
-            stride = sum(_align(section.stop - section.start) for section in slab.sections)
-            yield Run(range(first, place + 1), number, stride)
-            first = place + 1
+def _runs(slabs: Sequence[Slab], frame: int, numbers: range) -> Iterator[Run]:
+    """Give the runs of these slabs, all in one frame."""
+    first = numbers.start
+    for number in numbers:
+        after = slabs[number + 1] if number + 1 < numbers.stop else None
+        is_last = after is None or after.codec is not slabs[first].codec
+        if is_last or slabs[number + 1].end - slabs[first].start > RUN_VALUES:
+            yield _run(slabs, frame, range(first, number + 1))
+            first = number + 1
+
+
+def _run(slabs: Sequence[Slab], frame: int, numbers: range) -> Run:
+    table: list[list[int]] = []
+    segments: list[int] = []
+    for slab in (slabs[number] for number in numbers):
+        if table and (segments[-1], table[-1][2]) == (slab.segment, slab.values):
+            table[-1][1] += 1
+            continue
+        stride = sum(_align(section.stop - section.start) for section in slab.sections)
+        table.append([slab.start, 1, slab.values, stride, *(section.start for section in slab.sections)])
+        segments.append(slab.segment)
+    return Run(numbers, frame, np.array(table, np.int64), tuple(segments))
 
 
 def _align(size: int) -> int:
@@ -192,14 +254,9 @@ def encode_payload(
         if values.ndim != 1:
             raise CodecError(f"segment {index} has the shape {values.shape}; a segment is flat")
     counts = tuple(values.size for values in arrays)
-    encoder, starts = SlabEncoder(codecs, counts, states), np.cumsum((0, *counts)).tolist()
-    sent = Sent(codecs, counts, less)
-
-    def encode(run: Run) -> None:
-        segment, (start, end) = encoder.plan.slabs[run.slabs.start].segment, encoder.plan.span(run)
-        encoder.encode_run(run, arrays[segment][start - starts[segment] : end - starts[segment]], sent)
-
-    each(encode, encoder.plan.runs, starts[-1])
+    encoder, sent = SlabEncoder(codecs, counts, states), Sent(codecs, counts, less)
+    source = Values.of_segments(arrays)
+    each(lambda run: encoder.encode_run(run, source, sent), encoder.plan.runs, sum(counts))
     return encoder.finish()
 
 
@@ -231,28 +288,26 @@ class SlabEncoder:
         for section, buffer in zip(slab.sections, buffers, strict=True):
             self._views[number][section] = np.ascontiguousarray(buffer).view(np.uint8).data
 
-    def encode_run(self, run: Run, values: Array, sent: Sent | None = None) -> None:
+    def encode_run(self, run: Run, values: Values, sent: Sent | None = None) -> None:
         """Encode the slabs of a run, less what has been sent of them; raises as `encode` does."""
-        first = self.plan.slabs[run.slabs.start]
-        loops = first.codec.rows
-        if loops is not None and values.dtype == np.float32 and fast.kernels(values.size):
-            try:
-                known = _NONE_SENT if sent is None else sent.frames(run.frame)
-                loops.encode(plain(values), self.plan.rows(run, self._bytes[run.frame]), known)
-            except NonFiniteDelta as error:
-                raise NonFiniteDelta(f"segment {first.segment} of {self._segments}: {error}") from None
+        if values.is_plain and (loops := self.plan.loops(run)) is not None:
+            known = _NONE_SENT if sent is None else sent.frames(run.frame)
+            row = loops.encode(values.addresses(run), run.table, self._bytes[run.frame], known)
+            if row >= 0:
+                text = f"segment {run.segments[row]} of {self._segments}: NaN or infinity in a slab"
+                raise NonFiniteDelta(f"{text} of {run.table[row, 2]} values")
             self._after[run.slabs.start : run.slabs.stop] = self._before[run.slabs.start : run.slabs.stop]
             return
         for number in run.slabs:
             slab = self.plan.slabs[number]
-            part = values[slab.start - first.start : slab.end - first.start]
+            part = values.part(slab)
             self.encode(number, part if sent is None else sent.subtract(part, number, slab, run.frame))
 
     def sections(self, number: int) -> list[memoryview]:
         """Return the buffers of a slab that is encoded."""
         return _sections(self._views[number], self.plan.slabs[number])
 
-    def add(self, run: Run, out: Vector) -> None:
+    def add(self, run: Run, out: Values) -> None:
         """Decode the slabs of a run that is encoded, onto their values in `out`."""
         with np.errstate(over="ignore"):
             _decode_run(self.plan, run, self._bytes[run.frame], out, True)
@@ -292,28 +347,25 @@ class SlabReader:
         """Return the buffers of one slab, which is in this frame."""
         return _sections(self._views[self.plan.frames[frame].slabs.start], self.plan.slabs[number])
 
-    def add(self, numbers: range, out: Vector, start: int = 0, add: bool = True) -> None:
-        """Add slabs in a row to their places in `out`, whose first value is that at `start` of the payload's.
+    def add(self, numbers: range, out: Values, add: bool = True) -> None:
+        """Add slabs in a row to their places in `out`. Without `add` write them there."""
+        for run in self.plan.runs_of(numbers):
+            self.add_run(run, out, add)
 
-        Without `add` write them there.
-        """
+    def add_run(self, run: Run, out: Values, add: bool = True) -> None:
+        """Add the slabs of a run to their places in `out`. Without `add` write them there."""
         with np.errstate(over="ignore"):  # of huge values the sum may be infinite
-            for run in self.plan.runs_of(numbers):
-                first, end = self.plan.span(run)
-                _decode_run(self.plan, run, self.frame(run.frame), out[first - start : end - start], add)
+            _decode_run(self.plan, run, self.frame(run.frame), out, add)
 
 
-def _decode_run(plan: PayloadPlan, run: Run, frame: NDArray[np.uint8], out: Vector, add: bool) -> None:
-    first = plan.slabs[run.slabs.start]
-    loops = first.codec.rows
-    if loops is not None and out.flags.c_contiguous and out.flags.aligned and fast.kernels(out.size):
-        loops.decode_into(plan.rows(run, frame), out, add)
+def _decode_run(plan: PayloadPlan, run: Run, frame: NDArray[np.uint8], out: Values, add: bool) -> None:
+    if out.is_plain and (loops := plan.loops(run)) is not None:
+        loops.decode_into(frame, run.table, out.addresses(run), add)
         return
     view = frame.data
     for number in run.slabs:
         slab = plan.slabs[number]
-        part = out[slab.start - first.start : slab.end - first.start]
-        slab.codec.decode_into(_sections(view, slab), part, add)
+        slab.codec.decode_into(_sections(view, slab), out.part(slab), add)
 
 
 class Sent:
@@ -433,14 +485,10 @@ def check_frame(codecs: Sequence[Codec], frame: Buffer, counts: Sequence[int]) -
         raise CodecError(f"the checksum of the slabs {known.slabs.start}..{last} is wrong: bytes or codecs differ")
     data = np.frombuffer(view, np.uint8)
     for run in plan.runs_of(known.slabs):
-        loops = plan.slabs[run.slabs.start].codec.rows
-        if loops is not None and len(run.slabs) > 1:
-            try:
-                loops.check(plan.rows(run, data), len(run.slabs))
-                continue
-            except CodecError:  # one of them: say which
-                pass
-        for number in run.slabs:
+        loops = plan.loops(run)
+        if loops is not None and loops.check(data, run.table) < 0:
+            continue
+        for number in run.slabs:  # says which it is
             slab = plan.slabs[number]
             try:
                 slab.codec.check(_sections(view, slab), slab.values)
@@ -489,9 +537,9 @@ def decode_payload(
         raise CodecError(f"out must be a writeable, contiguous float32[{total}], not {out.dtype}{list(out.shape)}")
     if not checked:
         check_payload(codecs, frames, counts)
-    reader = SlabReader(codecs, frames, counts)
+    reader, values = SlabReader(codecs, frames, counts), Values.flat(out)
     for slabs in reader.held:
-        reader.add(slabs, out, add=add)
+        reader.add(slabs, values, add)
     return out
 
 
@@ -509,13 +557,8 @@ def decode_segments(
     Raises CodecError for other frames than the segments' sizes say.
     """
     counts = tuple(segment.size for segment in segments)
-    reader, starts = SlabReader(codecs, frames, counts), np.cumsum((0, *counts)).tolist()
-
-    def decode(run: Run) -> None:
-        segment = reader.plan.slabs[run.slabs.start].segment
-        reader.add(run.slabs, segments[segment], starts[segment], add)
-
-    each(decode, list(reader.runs()), starts[-1])
+    reader, values = SlabReader(codecs, frames, counts), Values.of_segments(segments)
+    each(lambda run: reader.add_run(run, values, add), list(reader.runs()), sum(counts))
 
 
 _scratch = Scratch()
@@ -532,10 +575,9 @@ def payload_norm(codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequ
 
 
 def _energy(plan: PayloadPlan, run: Run, frame: NDArray[np.uint8]) -> float:
-    codec, view = plan.slabs[run.slabs.start].codec, frame.data
-    if codec.rows is not None:
-        return codec.rows.energy(plan.rows(run, frame), len(run.slabs))
-    total = 0.0
+    if (loops := plan.loops(run)) is not None:
+        return loops.energy(frame, run.table)
+    codec, view, total = plan.slabs[run.slabs.start].codec, frame.data, 0.0
     for number in run.slabs:
         slab = plan.slabs[number]
         if codec.energy is not None:

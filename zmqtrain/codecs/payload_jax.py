@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.codecs.codec import MAGNITUDE, Codec, Numpy, State
+from zmqtrain.codecs.codec import INFINITY_BITS, MAGNITUDE, Codec, Numpy, State
 from zmqtrain.codecs.payload import PayloadPlan, check_payload, plan_payload, seal_frame
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import Array, Buffer
@@ -32,7 +32,6 @@ Coded = tuple[Sequence[Codec], Sequence[Buffer]]
 Rows = list[jax.Array]
 """Per group float32[slabs, values]."""
 
-_INFINITY_BITS = 0x7F800000
 _FIRST_SLAB = slice(8, 12)
 """Where a frame's header holds the number of its first slab."""
 
@@ -226,7 +225,7 @@ class DeviceCoder:
         packed, largest = np.split(fetched, [arrangement.packed_bytes])
         numbers = [number for group in arrangement.groups for number in group.numbers]
         for number, bits in zip(numbers, largest.view(np.int32).tolist(), strict=True):
-            if bits >= _INFINITY_BITS:
+            if bits >= INFINITY_BITS:
                 slab = arrangement.plan.slabs[number]
                 where = f"segment {slab.segment} of {len(counts)}"
                 raise NonFiniteDelta(f"{where}: NaN or infinity in a slab of {slab.values} values")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from zmqtrain.codecs.codec import (
+    INFINITY_BITS,
     MAGNITUDE,
     Buffers,
     Codec,
@@ -44,7 +45,7 @@ def float32() -> Codec:
         put(arrays[0], out, add)
 
     def check(arrays: tuple[Array, ...], count: int) -> None:
-        if _largest_bits(arrays[0]) >= 0x7F800000:
+        if _largest_bits(arrays[0]) >= INFINITY_BITS:
             raise NonFiniteDelta(f"float32: NaN or infinity in a slab of {count} values")
 
     def layout(count: int) -> Sections:

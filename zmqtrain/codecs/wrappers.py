@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zmqtrain.codecs.codec import (
+    INFINITY_BITS,
     MAGNITUDE,
     SMALLEST_MAGNITUDE_BITS,
     Buffers,
@@ -175,7 +176,6 @@ def _take_numpy(x: Numpy, cut: _Cut, part: int) -> Numpy:
     return values
 
 
-_INFINITY = 0x7F800000
 _scratch = Scratch()
 _LEAST_FACTOR, _MOST_MOMENTUM = 0.001, 0.999
 
@@ -256,13 +256,13 @@ def _tidy(x: Array) -> Array:
     xp = x.__array_namespace__()
     bits = x.view(xp.int32)
     magnitudes = bits & MAGNITUDE
-    return xp.where(magnitudes < SMALLEST_MAGNITUDE_BITS, 0, bits - (magnitudes == _INFINITY)).view(xp.float32)
+    return xp.where(magnitudes < SMALLEST_MAGNITUDE_BITS, 0, bits - (magnitudes == INFINITY_BITS)).view(xp.float32)
 
 
 def _is_ordinary(x: Numpy) -> bool:
     """Return whether there is nothing to tidy in numpy's x but the sign of a zero, which the sum with +0 takes away."""
     magnitudes = np.bitwise_and(x.view(np.uint32), MAGNITUDE, out=_scratch.take("magnitudes", x.size, np.uint32))
-    if np.maximum.reduce(magnitudes) >= _INFINITY:
+    if np.maximum.reduce(magnitudes) >= INFINITY_BITS:
         return False
     np.subtract(magnitudes, 1, out=magnitudes)  # a zero wraps around to the largest
     return bool(np.minimum.reduce(magnitudes) >= SMALLEST_MAGNITUDE_BITS - 1)
