@@ -45,13 +45,24 @@ from zmqtrain.codecs.payload import (
 )
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.settings import AUTO, RunSettings
-from zmqtrain.core.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, number_of
+from zmqtrain.core.types import (
+    ALIGNMENT_BYTES,
+    Array,
+    Buffer,
+    JoinedSegments,
+    ModelSpec,
+    Offer,
+    Part,
+    PeerId,
+    Update,
+    joined_places,
+    number_of,
+)
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 
 if TYPE_CHECKING:
     from zmqtrain.codecs.payload_jax import DeviceCoder
 
-ALIGNMENT_BYTES = 64
 SMALLEST_KEPT_BYTES = 1 << 20
 """Smaller vectors come from the heap, which holds on to its pages by itself."""
 
@@ -107,12 +118,9 @@ class Vectors:
         del self._kept[: -self._most]
         return _aligned(latest.lend(self._takes), count)
 
-    def take_segments(self, counts: Sequence[int]) -> list[NDArray[np.float32]]:
+    def take_segments(self, counts: Sequence[int]) -> JoinedSegments:
         """Return float32[count] for each count, as `take` does: all of one memory, each at a multiple of 64 bytes."""
-        sizes = [-(-count // _ALIGNMENT_VALUES) * _ALIGNMENT_VALUES for count in counts]
-        memory = self.take(sum(sizes))
-        ends = np.cumsum(sizes).tolist()
-        return [memory[end - size : end - size + count] for end, size, count in zip(ends, sizes, counts, strict=True)]
+        return JoinedSegments(self.take(joined_places(counts)[1]), counts)
 
 
 def _aligned(memory: NDArray[np.float32], count: int) -> NDArray[np.float32]:
@@ -430,7 +438,7 @@ class DeltaCoder:
     def _codecs(self, encoded: Encoded) -> tuple[Codec, ...]:
         return codecs_and_counts(self.layout, encoded.codec, encoded.fragment)[0]
 
-    def _sum(self, encoded: Sequence[Encoded]) -> list[Vector]:
+    def _sum(self, encoded: Sequence[Encoded]) -> JoinedSegments:
         total = self._vectors.take_segments(self.layout.counts(encoded[0].fragment))
         for number, u in enumerate(encoded):
             decode_segments(self._codecs(u), u.frames, total, add=number > 0, each=self._threads.each)

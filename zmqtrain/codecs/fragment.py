@@ -322,6 +322,10 @@ class WholeLayout:
         layout, inside = self._place(fragment)
         return layout.leaves(inside)
 
+    def counts(self, fragment: int) -> tuple[int, ...]:
+        layout, inside = self._place(fragment)
+        return layout.counts(inside)
+
     def spans(self, leaf_index: int, fragment: int) -> NDArray[np.int64]:
         layout, inside = self._place(fragment)
         return layout.spans(leaf_index, inside)

@@ -40,6 +40,9 @@ class Layout(Protocol):
     def leaves(self, fragment: int) -> tuple[int, ...]:
         """Return the indices of the leaves that the fragment touches."""
 
+    def counts(self, fragment: int) -> tuple[int, ...]:
+        """Return how many values of each of these leaves the fragment holds."""
+
     def spans(self, leaf_index: int, fragment: int) -> Array:
         """Return where in the flat leaf the fragment's part of it lies: int64[pieces, 2] of (start, end), rising."""
 

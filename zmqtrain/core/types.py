@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from itertools import accumulate
 from math import isfinite, nan, prod
 from typing import Any, NamedTuple, NewType, TypeVar
 
@@ -112,6 +113,27 @@ class LeafSpec:
 
 
 ModelSpec = tuple[LeafSpec, ...]
+
+
+ALIGNMENT_BYTES = 64
+"""JAX on a CPU takes an array without a copy if it begins at a multiple of this."""
+
+
+class JoinedSegments(list[Array]):
+    """Segments that lie in one memory, as `joined_places` says. joined: all of that, float32, flat."""
+
+    def __init__(self, joined: Array, counts: Sequence[int]) -> None:
+        places, _ = joined_places(counts)
+        super().__init__(joined[place : place + count] for place, count in zip(places, counts, strict=True))
+        self.joined = joined
+
+
+def joined_places(counts: Sequence[int]) -> tuple[list[int], int]:
+    """Return where each segment of so many float32 values begins in a memory that holds all of them, each at a multiple
+    of `ALIGNMENT_BYTES`; and how many values that memory has."""
+    aligned = ALIGNMENT_BYTES // 4
+    ends = [0, *accumulate(-(-count // aligned) * aligned for count in counts)]
+    return ends[:-1], ends[-1]
 
 
 def count_values(spec: ModelSpec) -> int:

@@ -148,6 +148,10 @@ class StageLayout:
         """See Layout."""
         return tuple(span.place for span in self.spans_of[fragment])
 
+    def counts(self, fragment: int) -> tuple[int, ...]:
+        """See Layout."""
+        return tuple(span.end - span.start for span in self.spans_of[fragment])
+
     def spans(self, leaf_index: int, fragment: int) -> NDArray[np.int64]:
         """See Layout."""
         span = self._span(leaf_index, fragment)

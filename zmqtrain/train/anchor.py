@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.interfaces import Layout
-from zmqtrain.core.types import Array, ModelSpec
+from zmqtrain.core.types import Array, JoinedSegments, ModelSpec, joined_places
 from zmqtrain.train.processes import check_placed, each_has_all, gathered_stack, own_devices, put, whole_leaf
 
 AnchorOn = Literal["device", "host"]
@@ -158,11 +158,14 @@ class DeviceMoves:
             for share in {1.0, self.elastic}:
                 pending = self._pending.lower(ours, shared, fragment, share)
                 pending.compile()
-            segments = [
+            segments: Any = [
                 jax.ShapeDtypeStruct(segment.shape, segment.dtype, sharding=_tied_to(leaf))  # type: ignore[no-untyped-call]
                 for segment, leaf in zip(pending.out_info, ours, strict=True)
             ]
-            for own in (segments, [None] * len(segments)):
+            if _on_processor(ours):
+                _, size = joined_places(self.layout.counts(fragment))
+                segments = jax.ShapeDtypeStruct((size,), jnp.float32)  # type: ignore[no-untyped-call]
+            for own in (segments, None):
                 self._move.lower(ours, shared, segments, own, fragment).compile()
 
     def pending(self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False) -> list[jax.Array]:
@@ -176,17 +179,17 @@ class DeviceMoves:
         """See Moves. Fragment by fragment, and each by one compiled function, with an own part or without: whatever
         mixture of fragments and own parts an update holds, nothing is compiled that was compiled before (a fragment of
         109 leaves takes about a second). An own part that comes without an aggregate, as none does by itself, meets
-        zeros there.
+        zeros there. Segments that lie in one memory are given to a processor as one array: as 218 they took longer than
+        the sums of a small model.
         """
         for fragment in sorted({*aggregate, *own}):
-            shared, mine = ([*segments.get(fragment, ())] for segments in (aggregate, own))
-            forward, behind = self._move(
-                self._touched(params, fragment),
-                self._touched(anchor, fragment),
-                shared or [np.zeros(segment.shape, np.float32) for segment in mine],
-                mine or [None] * len(shared),
-                fragment,
-            )
+            ours, counts = self._touched(params, fragment), self.layout.counts(fragment)
+            mine, shared = own.get(fragment), aggregate.get(fragment)
+            if shared is None:
+                shared = [np.zeros(count, np.float32) for count in counts]
+            if _on_processor(ours):
+                shared, mine = _in_one_memory(shared, counts), mine and _in_one_memory(mine, counts)
+            forward, behind = self._move(ours, self._touched(anchor, fragment), shared, mine, fragment)
             touched = self.layout.leaves(fragment)
             params = _replaced(params, dict(zip(touched, forward, strict=True)))
             anchor = _replaced(anchor, dict(zip(touched, behind, strict=True)))
@@ -205,9 +208,11 @@ class DeviceMoves:
         return pending if share == 1 else [share * segment for segment in pending]
 
     def _both(
-        self, params: Leaves, anchor: Leaves, shared: Leaves, own: Sequence[jax.Array | None], fragment: int
+        self, params: Leaves, anchor: Leaves, shared: _Given, own: _Given | None, fragment: int
     ) -> tuple[Leaves, Leaves]:
-        each = zip(params, anchor, shared, own, self.layout.leaves(fragment), strict=True)
+        counts = self.layout.counts(fragment)
+        mine = [None] * len(counts) if own is None else _separated(own, counts)
+        each = zip(params, anchor, _separated(shared, counts), mine, self.layout.leaves(fragment), strict=True)
         both = [moved(self.layout, p, a, ours, mine, i, fragment) for p, a, ours, mine, i in each]
         return [p for p, _ in both], [a for _, a in both]
 
@@ -218,6 +223,31 @@ class DeviceMoves:
                 pending[i] = self.layout.add(pending[i], i, fragment, -part)
         adopted = [(n + rest).astype(p.dtype) for n, rest, p in zip(new, pending, params, strict=True)]
         return adopted, [jnp.copy(n) for n in new]
+
+
+_Given = Sequence[jax.Array] | jax.Array
+"""The segments of a fragment, or the memory that holds all of them."""
+
+
+def _on_processor(leaves: Leaves) -> bool:
+    first = leaves[0] if leaves else None
+    return isinstance(first, jax.Array) and all(device.platform == "cpu" for device in first.devices())
+
+
+def _in_one_memory(segments: Sequence[Array], counts: Sequence[int]) -> Any:
+    if isinstance(segments, JoinedSegments):
+        return segments.joined
+    joined = JoinedSegments(np.zeros(joined_places(counts)[1], np.float32), counts)
+    for place, segment in zip(joined, segments, strict=True):
+        np.copyto(place, segment)
+    return joined.joined
+
+
+def _separated(given: _Given, counts: Sequence[int]) -> Sequence[jax.Array]:
+    if isinstance(given, Sequence):
+        return given
+    places, _ = joined_places(counts)
+    return [lax.slice(given, (place,), (place + count,)) for place, count in zip(places, counts, strict=True)]
 
 
 _device_moves = lru_cache(maxsize=MODELS_KEPT)(DeviceMoves)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
-
-import numpy as np
+from math import ceil, floor, isfinite
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import Family, format_spec
@@ -86,5 +84,7 @@ def dynamic_every(every: int, own: float, rates: Sequence[float]) -> int:
     if not known or not (isfinite(own) and own > 0):
         return every
     most = IMPROBABLE * statistics.median_low(known)
-    known = [rate for rate in known if rate <= most]
-    return max(1, round(every * own / float(np.percentile(known, REFERENCE_PERCENTILE))))
+    known = sorted(rate for rate in known if rate <= most)
+    place = REFERENCE_PERCENTILE / 100 * (len(known) - 1)
+    below, above = known[floor(place)], known[ceil(place)]
+    return max(1, round(every * own / (below + (place - floor(place)) * (above - below))))
