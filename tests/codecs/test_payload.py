@@ -396,11 +396,18 @@ def numba_or_not():
     fast.use(None)
 
 
-@pytest.mark.parametrize("spec", ["ternary", "ternary:block=7", "ternary:block=4096", "ternary:block=64;1=int8"])
+RUNS = ["ternary", "ternary:block=7", "ternary:block=4096", "ternary:block=64;1=int8", "topk:density=0.05+sign"]
+RUNS += ["topk:density=0.0001+sign:block=64", "topk:density=0.3+sign", "topk:density=1+sign:block=7;2=ternary"]
+"""Of each way to write an index, and of neighbours with other codecs."""
+
+
+@pytest.mark.parametrize("spec", RUNS)
 def test_slabs_in_a_row_have_the_bytes_and_the_values_of_slabs_one_by_one(spec, numba_or_not):
-    counts = [200_000, 65_536, 300, 131_072, 7]
-    codecs, segments = all_of(spec if ";" in spec else f"{spec};9=int8", counts), segments_of(counts)
+    counts = [200_000, 65_536, 300, 131_072, 7, *range(1, 40), 600_000]
+    codecs, segments = all_of(spec if ";" in spec else f"{spec};99=int8", counts), segments_of(counts)
     segments[0][:200] = 0
+    segments[2][:] = 0
+    segments[7][:] = -0.0
     held = []
     for machine_code in numba_or_not:
         fast.use(machine_code)
@@ -417,6 +424,44 @@ def test_slabs_in_a_row_have_the_bytes_and_the_values_of_slabs_one_by_one(spec, 
         assert np.array_equal(made[len(frames)], alone)
         held.append([bytes(one) if isinstance(one, bytearray) else one.tobytes() for one in made])
     assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("spec", ["ternary:block=32", "topk:density=0.05+sign:block=16", "topk:density=0.4+sign"])
+def test_machine_code_refuses_the_slab_that_is_refused_without_it(spec, numba_or_not):
+    counts = [70_000, 40, 3, 900]
+    codecs, random = all_of(spec, counts), np.random.default_rng(0)
+    (frame,) = encode_payload(codecs, segments_of(counts))
+
+    def verdict(frame):
+        try:
+            check_payload(codecs, [frame], counts)
+        except CodecError as error:
+            return str(error)
+        return ""
+
+    verdicts = []
+    for _ in range(300):
+        spoiled = bytearray(frame)
+        spoiled[random.integers(16, len(frame))] ^= 1 << random.integers(8)
+        said = []
+        for machine_code in numba_or_not:
+            fast.use(machine_code)
+            said.append(verdict(sealed(codecs, spoiled)))
+        assert said[0] == said[1]
+        verdicts.append(said[0])
+    assert 0 < sum(map(bool, verdicts)) < 300
+
+
+@pytest.mark.parametrize("wrapper", ["feedback", "momentum:factor=0.5"])
+@pytest.mark.parametrize("spec", ["ternary", "topk:density=0.05+sign"])
+def test_a_codec_that_keeps_a_state_has_the_same_bytes_with_machine_code(wrapper, spec, numba_or_not):
+    codecs, counts, made = all_of(f"{wrapper}+{spec}", "ab"), [40_000, 70_000], []
+    for machine_code in numba_or_not:
+        fast.use(machine_code)
+        states = initial_states(codecs, counts)
+        made.append([encode_payload(codecs, segments_of(counts), states) for _ in range(3)])
+    assert made[0] == made[1]
+    assert made[0][0] != made[0][1], "the residual is sent too"
 
 
 @pytest.mark.parametrize("place", ["digit", "scale", "tail"])

@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State
-from zmqtrain.codecs.payload import Part, Run, SlabEncoder, SlabReader, Values, payload_norm, plan_parts
-from zmqtrain.codecs.sparsify import put_at
+from zmqtrain.codecs.payload import Part, SlabEncoder, SlabReader, Values, payload_norm, plan_parts
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Version
@@ -428,8 +427,6 @@ class EncodedRound:
     def begin(self, fragments: int) -> None:
         """Forget all held publishes; the model has so many fragments."""
         self._fragments = [_Fragment() for _ in range(fragments)]
-        # by slab: what was published at the places that the last release changed; kept, because fresh memory costs more
-        self._kept: list[dict[int, Vector]] = [{} for _ in range(fragments)]
 
     def hold(
         self,
@@ -519,7 +516,6 @@ class EncodedRound:
         size, parts = parameters.size, _parts(known, codecs, counts)
         encoder, everything = SlabEncoder(codecs, counts, states), Values.flat(published)
         adding = _Adding(known, self._meter.places(fragment, size))
-        kept, added = self._kept[fragment], list[int]()
 
         def step_part(part: Part) -> None:
             total, rest = _scratch.take(part.values)
@@ -535,45 +531,16 @@ class EncodedRound:
             unpublished = Values.flat(rest, part.start)
             for run in encoder.plan.runs_of(part.slabs[0]):
                 encoder.encode_run(run, unpublished)
-                if encoder.plan.slabs[run.slabs.start].codec.sparse is not None:
-                    added.extend(_publish_sparse(encoder, run.slabs, published, kept))
-
-        def publish(run: Run) -> None:
-            encoder.add(run, everything)
 
         try:
             self._threads.each(step_part, parts, size)
         except CodecError:  # nothing of it is sent
-            for number in added:
-                slab = encoder.plan.slabs[number]
-                assert slab.codec.sparse is not None
-                places, _ = slab.codec.sparse(encoder.sections(number), slab.values)
-                published[slab.start : slab.end][places] = kept[number]
             self.close(fragment, in_memory)
             raise
         self._fragments[fragment] = _Fragment()
-        dense = [run for run in encoder.plan.runs if encoder.plan.slabs[run.slabs.start].codec.sparse is None]
-        self._threads.each(publish, dense, size)
+        self._threads.each(lambda run: encoder.add(run, everything), encoder.plan.runs, size)
         adding.sample(self._meter, fragment, size)
         return encoder.finish()
-
-
-def _publish_sparse(encoder: SlabEncoder, numbers: range, published: Vector, kept: dict[int, Vector]) -> Iterator[int]:
-    """Add what a codec that picks has sent of these slabs to what is published; give each when it is done.
-
-    kept: by slab, takes what was published before at the places that change.
-    """
-    for number in numbers:
-        slab = encoder.plan.slabs[number]
-        assert slab.codec.sparse is not None
-        places, values = slab.codec.sparse(encoder.sections(number), slab.values)
-        inside = published[slab.start : slab.end]
-        before = kept.get(number)
-        if before is None or before.size != places.size:
-            before = kept[number] = np.empty(places.size, np.float32)
-        inside.take(places, out=before, mode="clip")
-        put_at(places, values, inside, True)
-        yield number
 
 
 def _parts(known: _Fragment, codecs: tuple[Codec, ...], counts: tuple[int, ...] = ()) -> tuple[Part, ...]:

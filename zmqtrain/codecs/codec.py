@@ -60,23 +60,25 @@ class RunLoops(NamedTuple):
     """What a codec does with all slabs of a run in one call of machine code, to the same bytes as one after the other.
 
     A run lies in one frame. Its slabs of one length and one segment are a row of its table, int64[rows, 4 and more]:
-    the place of the row's first value in the payload, how many slabs it has, the values of each, the bytes from a slab
-    to the next; and then, for each buffer, the byte of the frame where the first slab's begins. frame: uint8, all of
-    it.  addresses: int64[rows], of each row's first value in memory: float32, contiguous and aligned.
+    the place of the row's first value in the payload, how many slabs it has, the values of each, and the bytes from a
+    slab to the next; for each buffer, the byte of the frame where the first slab's begins; and columns(n), for slabs of
+    n values. frame: uint8, all of it.  addresses: int64[rows], of each row's first value in memory: float32, contiguous
+    and aligned.
 
     encode(addresses, table, frame, sent): writes the buffers of all slabs into the frame. sent: uint8[k, bytes of the
       frame]: other frames of the very same form, whose decoded sum, in order, is subtracted first. Returns the first
-      row that holds NaN or infinity, -1 if none does.
+      row that holds NaN or infinity, -1 if none does. None: of a codec that keeps a state.
     decode_into(frame, table, addresses, add): as of a Codec.
     check(frame, table): returns the first row with a slab that the codec's `check` refuses, -1 if there is none.
     energy(frame, table): as of a Codec, of all slabs together.
     Only where `fast.kernels` has machine code.
     """
 
-    encode: Callable[[Numpy, Numpy, Numpy, Numpy], int]
+    encode: Callable[[Numpy, Numpy, Numpy, Numpy], int] | None
     decode_into: Callable[[Numpy, Numpy, Numpy, bool], None]
     check: Callable[[Numpy, Numpy], int]
     energy: Callable[[Numpy, Numpy], float]
+    columns: Callable[[int], tuple[int, ...]] = lambda count: ()
 
 
 class Codec(NamedTuple):
@@ -103,7 +105,7 @@ class Codec(NamedTuple):
       energy is known only after decoding.
     sparse(buffers, n): the places, int32, ascending, and the values there, float32, of buffers that have passed
       `check`: all other values are zero. None for a codec that sends every value.
-    loops: do many slabs at once, for a codec without a state; None: they are done one by one.
+    loops: do many slabs at once; None: they are done one by one.
     Codecs of one name are equal.
     Source of the shape: optax's GradientTransformation.
     """
@@ -187,6 +189,7 @@ class Transform(NamedTuple):
     slab: the most values it takes at once.
     places(buffers, n): of own buffers that have passed `check`, where the values were, int32[m], ascending. None: of a
       transform that does more than pick.
+    loops(codec): what does all slabs of a run at once where this codec takes what is handed on, if anything does.
     """
 
     name: str
@@ -199,6 +202,7 @@ class Transform(NamedTuple):
     backward_into: Callable[[Buffers, Numpy, Numpy, bool], None]
     slab: int = SLAB_VALUES
     places: Callable[[Buffers, int], Array] | None = None
+    loops: Callable[[Codec], RunLoops | None] = lambda codec: None
 
 
 class Scratch(threading.local):
@@ -403,6 +407,7 @@ def _join(transform: Transform, codec: Codec) -> Codec:
         *(name, init, layout, encode, decode, check, decode_into, _slab(transform, codec)),
         energy=energy if inner else None,
         sparse=sparse if transform.places else None,
+        loops=transform.loops(codec),
     )
 
 

@@ -31,6 +31,8 @@ AHEAD_VALUES = 4096
 
 _LINE_VALUES = 16  # of 4 bytes in a cache line
 
+_INFINITE_KEY, _SAMPLE, _RUNS, _GUESS_KEYS, _STEADY_KEYS = 0x7F80, 4096, 512, 6, 3  # as in sparsify.py
+
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _SMALLEST = np.int32(SMALLEST_MAGNITUDE_BITS)
 _INFINITY, _SMALLEST_SCALE = INFINITY_BITS, SMALLEST_SCALE_BITS
@@ -80,8 +82,15 @@ class Kernels(NamedTuple):
       writes it; a bitmap where low is 0 and the first bit is -1.
     unpack(buffer, low, first bit of the high parts, bits in all, places int32[k]): reads what `pack` wrote, the same
       way; returns how many places there are, of which k at most are written.
-    signs(x, block, 1 / members of each block, scales): the scales of `_encode_signs_numpy` of levels.py; returns the
-      largest magnitude's bits.
+    signs(x, block, scales): the scales of `_encode_signs_numpy` of levels.py; returns the largest magnitude's bits.
+    topk_signs(addresses, table, block, sent, frame, guess int64[2], scratch as of `pick`, rest float32[n], sum
+      float32[n]): as topk and sign encode, one after the other, the slabs of a `RunLoops` table, of the values there
+      less what the frames in `sent` decode to. guess: the last slab's cut, and whether it is a guess at the next one.
+      Returns the first row that holds NaN or infinity, or -1.
+    write_topk_signs(frame, table, addresses, block, add, scratch int32[k], scratch float32[k]): as both decode them.
+    check_topk_signs(frame, table, block, largest scale bits, smallest scale bits, scratch int32[k]): the first row with
+      a slab that one of both refuses, or -1.
+    signs_energy(frame, table, block): of all slabs, as `energy_of_scales` of codec.py.
     scatter(places int32[k], values, out, add): out[places] += values, one after the other; without add: = values.
     step(total, live, rate, parameters, published, rest): a plain step of the hub: parameters += total / live * rate;
       rest = parameters - published.
@@ -98,6 +107,10 @@ class Kernels(NamedTuple):
     pack: Callable[..., None]
     unpack: Callable[..., int]
     signs: Callable[..., int]
+    topk_signs: Callable[..., int]
+    write_topk_signs: Callable[..., None]
+    check_topk_signs: Callable[..., int]
+    signs_energy: Callable[..., float]
     scatter: Callable[..., None]
     step: Callable[..., None]
 
@@ -125,6 +138,12 @@ def kernels(count: int) -> Kernels | None:
     if _choice is False or (_choice is None and not _tried and count < LARGE_SLAB):
         return None
     return _loaded if _tried else _load()
+
+
+def machine_code() -> Kernels:
+    """Return the loops, where `kernels` has them."""
+    assert _loaded is not None, "only where there is machine code"
+    return _loaded
 
 
 def _load() -> Kernels | None:
@@ -202,7 +221,8 @@ def _vector(numba: Any) -> Any:
 
 
 def _compile(numba: Any) -> Kernels:
-    global _fetch, _first_one, _floats, _ternary_slab, _write_block
+    global _fetch, _first_one, _floats, _ternary_slab, _write_block, _pick, _pack, _unpack, _signs, _sampled_key
+    global _read_signs, _write_signs, _less_sent, _energy_of_scales
     _fetch, _first_one, _floats = _prefetch(numba), _trailing_zeros(numba), _vector(numba)
 
     def given(kind: Any) -> Any:
@@ -247,9 +267,20 @@ def _compile(numba: Any) -> Kernels:
     pick = numba.int64(x, numba.int64, numba.int64, written, written, written, written, sums)
     pack = numba.void(places, numba.int64, numba.int64, packed)
     unpack = numba.int64(given(numba.uint8), numba.int64, numba.int64, numba.int64, written)
-    signs = numba.int64(x, numba.int64, x, scales)
+    signs = numba.int64(x, numba.int64, scales)
     scatter = numba.void(places, x, sums, numba.boolean)
     step = numba.void(x, numba.float32, numba.float32, sums, x, sums)
+    _pick, _pack, _unpack, _signs = jit(pick, _pick), jit(pack, _pack), jit(unpack, _unpack), jit(signs, _signs)
+    _energy_of_scales = jit(numba.float64(byte, *(whole,) * 4), _energy_of_scales)
+    _sampled_key = jit(numba.int64(x, whole, whole, written), _sampled_key)
+    one = numba.types.Array(whole, 1, "A", readonly=True)
+    _read_signs = jit(numba.void(byte, one, whole, whole, written, sums), _read_signs)
+    _write_signs = jit(numba.int64(x, whole, packed, whole, whole), _write_signs)
+    _less_sent = jit(numba.void(x, sent, one, whole, whole, written, sums, sums, sums), _less_sent)
+    topk_signs = numba.int64(
+        *(numbers, table, whole, sent, packed, made(whole)),
+        *(written, written, written, written, sums, sums, sums),
+    )
     return Kernels(
         jit(quantize, _quantize),
         jit(write, _write),
@@ -258,10 +289,14 @@ def _compile(numba: Any) -> Kernels:
         jit(write_slab, _write_ternary_slab),
         jit(check_ternary, _check_ternary),
         jit(energy, _ternary_energy),
-        jit(pick, _pick),
-        jit(pack, _pack),
-        jit(unpack, _unpack),
-        jit(signs, _signs),
+        _pick,
+        _pack,
+        _unpack,
+        _signs,
+        jit(topk_signs, _topk_signs),
+        jit(numba.void(byte, table, numbers, whole, numba.boolean, written, sums), _write_topk_signs),
+        jit(numba.int64(byte, table, whole, whole, whole, written), _check_topk_signs),
+        jit(energy, _signs_energy),
         jit(scatter, _scatter),
         jit(step, _step),
     )
@@ -442,11 +477,7 @@ def _ternary_energy(frame: Any, table: Any, block: int) -> float:
         slabs, slab, stride, scales_first = table[row, 1], table[row, 2], table[row, 3], table[row, 5]
         blocks = (slab + block - 1) // block
         for _ in range(slabs):
-            total, scale = 0.0, np.float32(0)
-            for i in range(scales_first, scales_first + 2 * blocks, 2):
-                scale = np.int32((int(frame[i]) | int(frame[i + 1]) << 8) << 16).view(np.float32)
-                total += float(np.float32(scale * scale))
-            energy += max(0.0, block * total - (block * blocks - slab) * float(scale) * float(scale))
+            energy += _energy_of_scales(frame, scales_first, blocks, block, slab)
             scales_first += stride
     return energy
 
@@ -572,7 +603,7 @@ def _unpack(buffer: Any, low: int, first: int, bits: int, places: Any) -> int:
     return count
 
 
-def _signs(x: Any, block: int, inverses: Any, scales: Any) -> int:
+def _signs(x: Any, block: int, scales: Any) -> int:
     worst, bits = 0, x.view(np.int32)
     for number in range(scales.size):
         start = number * block
@@ -586,11 +617,207 @@ def _signs(x: Any, block: int, inverses: Any, scales: Any) -> int:
         total = np.int32(0)
         for i in range(values.size):
             total = np.int32(total + np.int32(np.rint(abs(values[i]) * factor)))
-        mean = np.int32(np.float32(np.float32(total) * inverses[number]).view(np.int32))
+        mean = np.int32(np.float32(np.float32(total) * np.float32(1.0 / values.size)).view(np.int32))
         rounded = (int(mean) + 0x7FFF + ((int(mean) >> 16) & 1)) >> 16
         scale = min(rounded + ((exponent - (127 + 11)) << 7), 0x7F7F)
         scales[number] = scale if exponent and total > 0 else 0
     return worst
+
+
+# The columns of a table of topk and sign: 4, 5, 6 where the index, the signs and the scales begin; 7 how many values
+# are kept; 8 the form of the index (0: 16 bits a place, 1: a bitmap, 2: Elias-Fano), 9 its low bits, 10 its bits, 11
+# its bytes. moved: how many bytes a slab lies behind the first of its row.
+
+
+def _topk_signs(
+    addresses: Any,
+    table: Any,
+    block: int,
+    sent: Any,
+    frame: Any,
+    guess: Any,
+    candidates: Any,
+    keys: Any,
+    histogram: Any,
+    picked: Any,
+    values: Any,
+    rest: Any,
+    total: Any,
+) -> int:
+    for row in range(table.shape[0]):
+        slabs, slab, stride, kept = table[row, 1], table[row, 2], table[row, 3], table[row, 7]
+        everything, places, found = _floats(addresses[row], slabs * slab), picked[: kept + 1], values[:kept]
+        for number in range(slabs):
+            x, moved = everything[number * slab : (number + 1) * slab], number * stride
+            if sent.shape[0]:
+                _less_sent(x, sent, table[row], block, moved, picked, values, rest, total)
+                x = rest[:slab]
+            first = guess[0] - _GUESS_KEYS if guess[1] else _sampled_key(x, kept, 2, histogram)
+            first = min(max(first, 1), _INFINITE_KEY)
+            cut = _pick(x, first, kept, candidates, keys, histogram, places, found)
+            if cut < 0:
+                first = min(_sampled_key(x, kept, 5, histogram), first)
+                cut = _pick(x, first, kept, candidates, keys, histogram, places, found)
+            if cut < 0:
+                cut = _pick(x, 0, kept, candidates, keys, histogram, places, found)
+            if cut >> 16 >= _INFINITE_KEY:
+                return row
+            cut &= 0x7FFF
+            guess[0], guess[1] = cut, 1 if abs(cut - guess[0]) <= _STEADY_KEYS else 0
+            index = table[row, 4] + moved
+            if table[row, 8] == 0:
+                for i in range(kept):
+                    frame[index + 2 * i] = places[i] & 255
+                    frame[index + 2 * i + 1] = places[i] >> 8
+            else:
+                high = kept * table[row, 9] if table[row, 8] == 2 else -1
+                _pack(places[:kept], table[row, 9], high, frame[index : index + table[row, 11]])
+            if _write_signs(found, block, frame, table[row, 5] + moved, table[row, 6] + moved) >= _INFINITY:
+                return row
+    return -1
+
+
+def _less_sent(
+    x: Any, sent: Any, columns: Any, block: int, moved: int, picked: Any, values: Any, rest: Any, total: Any
+) -> None:
+    """Write a slab, less the sum of what the frames in `sent` have of it, to `rest`."""
+    kept = columns[7]
+    if sent.shape[0] == 1:
+        for i in range(x.size):
+            rest[i] = x[i]
+        _read_signs(sent[0], columns, block, moved, picked, values)
+        for i in range(kept):
+            rest[picked[i]] += -values[i]
+        return
+    for i in range(x.size):
+        total[i] = np.float32(0)
+    for one in range(sent.shape[0]):
+        _read_signs(sent[one], columns, block, moved, picked, values)
+        for i in range(kept):
+            total[picked[i]] = total[picked[i]] + values[i] if one else values[i]
+    for i in range(x.size):
+        rest[i] = x[i] - total[i]
+
+
+def _sampled_key(x: Any, kept: int, spreads: int, histogram: Any) -> int:
+    """As `_sampled_key` of sparsify.py: the same sample, and so the same key."""
+    runs, length, step = 1, x.size, x.size
+    if x.size > 2 * _SAMPLE:
+        runs, length, step = _RUNS, _SAMPLE // _RUNS, x.size // _RUNS - 1 | 1
+    bits, largest = x.view(np.int32), 0
+    for run in range(runs):
+        for i in range(run * step, run * step + length):
+            key = int(bits[i] & _MAGNITUDE) >> 16
+            histogram[key] += 1
+            largest = max(largest, key)
+    expected = kept * (runs * length) / x.size
+    rank = min(runs * length, int(expected + spreads * (expected**0.5 + 1)))
+    found, above = largest, histogram[largest]
+    while above < rank:
+        found -= 1
+        above += histogram[found]
+    for run in range(runs):
+        for i in range(run * step, run * step + length):
+            histogram[int(bits[i] & _MAGNITUDE) >> 16] = 0
+    return found
+
+
+def _write_signs(values: Any, block: int, frame: Any, signs_at: int, scales_at: int) -> int:
+    """As `sign` encodes values, into a frame of zeros; return the largest magnitude's bits."""
+    worst, bits = 0, values.view(np.int32)
+    one = np.zeros(1, np.uint16)
+    for start in range(0, values.size, block):
+        piece = values[start : start + block]
+        worst = max(worst, _signs(piece, block, one))
+        frame[scales_at] = one[0] & 255
+        frame[scales_at + 1] = one[0] >> 8
+        scales_at += 2
+    for i in range(values.size):
+        frame[signs_at + (i >> 3)] |= np.uint8((1 if bits[i] < 0 else 0) << (i & 7))
+    return worst
+
+
+def _read_signs(frame: Any, columns: Any, block: int, moved: int, places: Any, values: Any) -> None:
+    """Read the places and the values of one slab, as topk and sign have written them."""
+    index, signs_at, scales_at, kept = columns[4] + moved, columns[5] + moved, columns[6] + moved, columns[7]
+    if columns[8] == 0:
+        for i in range(kept):
+            places[i] = int(frame[index + 2 * i]) | int(frame[index + 2 * i + 1]) << 8
+    else:
+        high = kept * columns[9] if columns[8] == 2 else -1
+        _unpack(frame[index : index + columns[11]], columns[9], high, columns[10], places[:kept])
+    for start in range(0, kept, block):
+        scale = np.int32((int(frame[scales_at]) | int(frame[scales_at + 1]) << 8) << 16).view(np.float32)
+        for i in range(start, min(start + block, kept)):
+            negative = int(frame[signs_at + (i >> 3)]) >> (i & 7) & 1
+            values[i] = np.float32(1 - 2 * negative) * scale
+        scales_at += 2
+
+
+def _write_topk_signs(frame: Any, table: Any, addresses: Any, block: int, add: bool, places: Any, values: Any) -> None:
+    for row in range(table.shape[0]):
+        slabs, slab, stride, kept = table[row, 1], table[row, 2], table[row, 3], table[row, 7]
+        out = _floats(addresses[row], slabs * slab)
+        for number in range(slabs):
+            target = out[number * slab : (number + 1) * slab]
+            _read_signs(frame, table[row], block, number * stride, places, values)
+            if add:
+                for i in range(kept):
+                    target[places[i]] += values[i]
+            else:
+                for i in range(slab):
+                    target[i] = np.float32(0)
+                for i in range(kept):
+                    target[places[i]] = values[i]
+
+
+def _check_topk_signs(frame: Any, table: Any, block: int, largest_scale: int, smallest_scale: int, places: Any) -> int:
+    for row in range(table.shape[0]):
+        slabs, slab, stride, kept = table[row, 1], table[row, 2], table[row, 3], table[row, 7]
+        blocks, spare = (kept + block - 1) // block, 8 * table[row, 11] - table[row, 10]
+        for moved in range(0, slabs * stride, stride):
+            index, signs_at, scales_at = table[row, 4] + moved, table[row, 5] + moved, table[row, 6] + moved
+            buffer, odd, found = frame[index : index + table[row, 11]], 0, kept
+            if table[row, 8] == 0:
+                for i in range(kept):
+                    places[i] = int(buffer[2 * i]) | int(buffer[2 * i + 1]) << 8
+            else:
+                high = kept * table[row, 9] if table[row, 8] == 2 else -1
+                found = _unpack(buffer, table[row, 9], high, table[row, 10], places[:kept])
+                odd |= int(buffer[buffer.size - 1]) >> (8 - spare) != 0
+            if found != kept:
+                return row
+            for i in range(1, kept):
+                odd |= places[i] <= places[i - 1]
+            odd |= places[kept - 1] >= slab
+            if kept & 7:
+                odd |= int(frame[signs_at + (kept >> 3)]) >> (kept & 7) != 0
+            for i in range(scales_at, scales_at + 2 * blocks, 2):
+                scale = int(frame[i]) | int(frame[i + 1]) << 8
+                odd |= (scale > largest_scale) | ((scale != 0) & (scale < smallest_scale))
+            if odd:
+                return row
+    return -1
+
+
+def _signs_energy(frame: Any, table: Any, block: int) -> float:
+    energy = 0.0
+    for row in range(table.shape[0]):
+        slabs, stride, scales_at, kept = table[row, 1], table[row, 3], table[row, 6], table[row, 7]
+        blocks = (kept + block - 1) // block
+        for _ in range(slabs):
+            energy += _energy_of_scales(frame, scales_at, blocks, block, kept)
+            scales_at += stride
+    return energy
+
+
+def _energy_of_scales(frame: Any, first: int, blocks: int, block: int, count: int) -> float:
+    """As `energy_of_scales` of codec.py, where the largest code is 1; the scales' bytes begin at `first`."""
+    total, scale = 0.0, np.float32(0)
+    for i in range(first, first + 2 * blocks, 2):
+        scale = np.int32((int(frame[i]) | int(frame[i + 1]) << 8) << 16).view(np.float32)
+        total += float(np.float32(scale * scale))
+    return max(0.0, block * total - (block * blocks - count) * float(scale) * float(scale))
 
 
 def _scatter(places: Any, values: Any, out: Any, add: bool) -> None:

@@ -46,8 +46,8 @@ _UNIT_EXPONENT = 127 + 11 + 127
 """2^(265 - biased exponent) is the factor that brings a block's largest magnitude to 2048..4096."""
 _FAR = 1.23
 """Values over this times the mean magnitude are far: 1.23 is best for Gaussian values, in blocks of 32 to 256."""
-_LARGEST_SCALE_BITS = 0x7F7F
-_SMALLEST_SCALE_BITS = (127 - 124) << 7
+LARGEST_MEAN_BITS = 0x7F7F
+SMALLEST_MEAN_BITS = (127 - 124) << 7
 """The bfloat16 bits of 2^-124: a mean is at least 1/4096 unit, a unit at least 2^-111."""
 _INVERSES = (1 / np.maximum(np.arange(LARGEST_BLOCK + 1), 1)).astype(np.float32)
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.int8)
@@ -88,7 +88,7 @@ def sign(block: int = 512) -> Codec:
 
     def check(arrays: tuple[Array, ...], count: int) -> None:
         packed, scales = arrays
-        check_scales(scales, _LARGEST_SCALE_BITS, name, _SMALLEST_SCALE_BITS)
+        check_scales(scales, LARGEST_MEAN_BITS, name, SMALLEST_MEAN_BITS)
         if count % 8 and packed[-1] >> count % 8:
             raise CodecError(f"{name}: a bit after the last value is not 0")
 
@@ -126,7 +126,7 @@ def int2(block: int = 64) -> Codec:
     def check(arrays: tuple[Array, ...], count: int) -> None:
         packed, near, far = arrays
         for scales in (near, far):
-            check_scales(scales, _LARGEST_SCALE_BITS, name, _SMALLEST_SCALE_BITS)
+            check_scales(scales, LARGEST_MEAN_BITS, name, SMALLEST_MEAN_BITS)
         if (near > far).any():
             raise CodecError(f"{name}: a block's near mean is larger than its far one")
         width = packed.size
@@ -171,7 +171,7 @@ def _factors(xp: Any, largest: Array) -> tuple[Array, Array]:
 def _means(xp: Any, sums: Array, inverses: Array, exponents: Array) -> Array:
     """Return sums * inverses as bfloat16 in uint16; sums: whole units, float32[blocks]; inverses: 1 / members."""
     rounded = to_bfloat16((sums * inverses).view(xp.int32))
-    scaled = xp.minimum(rounded + ((exponents - (127 + 11)) << 7), _LARGEST_SCALE_BITS)
+    scaled = xp.minimum(rounded + ((exponents - (127 + 11)) << 7), LARGEST_MEAN_BITS)
     return xp.where((exponents > 0) & (sums > 0), scaled, 0).astype(xp.uint16)
 
 
@@ -192,7 +192,7 @@ def _encode_signs_numpy(x: Numpy, block: int) -> tuple[Numpy, Numpy]:
     inverses = _INVERSES[_members(x.size, block)]
     scales = np.empty(inverses.size, np.uint16)
     if kernels := fast.kernels(x.size):
-        needs_finite(kernels.signs(x, block, inverses, scales), x.size)
+        needs_finite(kernels.signs(x, block, scales), x.size)
     else:
         step = PIECE_VALUES // block * block
         for start in range(0, x.size, step):
@@ -320,26 +320,20 @@ def ternary(block: int = 128) -> Codec:
         return _encode_run(addresses, table, block, sent, frame)
 
     def write_run(frame: Numpy, table: Numpy, addresses: Numpy, add: bool) -> None:
-        _machine_code().write_ternary(frame, table, addresses, block, add)
+        fast.machine_code().write_ternary(frame, table, addresses, block, add)
 
     def check_run(frame: Numpy, table: Numpy) -> int:
-        return _machine_code().check_ternary(frame, table, block, _LARGEST_BYTE, _LARGEST_SCALE_BITS)
+        return fast.machine_code().check_ternary(frame, table, block, _LARGEST_BYTE, LARGEST_MEAN_BITS)
 
     def energy_of_run(frame: Numpy, table: Numpy) -> float:
-        return _machine_code().ternary_energy(frame, table, block)
+        return fast.machine_code().ternary_energy(frame, table, block)
 
     codec = plain_codec(name, layout, encode, decode, write, check, (1, 1, block))
     return codec._replace(loops=RunLoops(encode_run, write_run, check_run, energy_of_run))
 
 
-def _machine_code() -> fast.Kernels:
-    kernels = fast.kernels(fast.LARGE_SLAB)
-    assert kernels is not None, "only where there is machine code"
-    return kernels
-
-
 def _check_ternary(packed: Numpy, scales: Numpy, count: int, name: str) -> None:
-    check_scales(scales, _LARGEST_SCALE_BITS, name)
+    check_scales(scales, LARGEST_MEAN_BITS, name)
     if np.maximum.reduce(packed) > _LARGEST_BYTE:
         raise CodecError(f"{name}: a byte over {_LARGEST_BYTE} holds no five digits")
     for place in range(count, _DIGITS * packed.size):
@@ -351,7 +345,7 @@ def _encode_run(addresses: Numpy, table: Numpy, block: int, sent: Numpy, frame: 
     rest, units = _scratch.take("rest", block, np.float32), _scratch.take("units", block, np.int16)
     longest = int(table[:, _VALUES].max())
     digits = _scratch.take("digits", block_count(longest, _DIGITS) * _DIGITS, np.uint8)
-    return _machine_code().ternary(addresses, table, block, sent, frame, rest, units, digits)
+    return fast.machine_code().ternary(addresses, table, block, sent, frame, rest, units, digits)
 
 
 _VALUES = 2  # the column of a run's table
@@ -397,7 +391,7 @@ def _means_of_kept(xp: Any, kept_sum: Array, kept: Array, exponents: Array, aliv
     """
     mean = ((2 * kept_sum + kept) << 8) // xp.maximum(kept, 1)
     rounded = to_bfloat16(mean.astype(xp.float32).view(xp.int32))
-    scaled = xp.minimum(rounded + ((exponents - (127 + 8 + 9)) << 7), _LARGEST_SCALE_BITS)
+    scaled = xp.minimum(rounded + ((exponents - (127 + 8 + 9)) << 7), LARGEST_MEAN_BITS)
     return xp.where(alive, scaled, 0).astype(xp.uint16)
 
 

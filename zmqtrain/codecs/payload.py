@@ -202,7 +202,8 @@ def _run(slabs: Sequence[Slab], frame: int, numbers: range) -> Run:
             table[-1][1] += 1
             continue
         stride = sum(_align(section.stop - section.start) for section in slab.sections)
-        table.append([slab.start, 1, slab.values, stride, *(section.start for section in slab.sections)])
+        columns = () if slab.codec.loops is None else slab.codec.loops.columns(slab.values)
+        table.append([slab.start, 1, slab.values, stride, *(section.start for section in slab.sections), *columns])
         segments.append(slab.segment)
     return Run(numbers, frame, np.array(table, np.int64), tuple(segments))
 
@@ -290,7 +291,8 @@ class SlabEncoder:
 
     def encode_run(self, run: Run, values: Values, sent: Sent | None = None) -> None:
         """Encode the slabs of a run, less what has been sent of them; raises as `encode` does."""
-        if values.is_plain and (loops := self.plan.loops(run)) is not None:
+        loops = self.plan.loops(run) if values.is_plain else None
+        if loops is not None and loops.encode is not None:
             known = _NONE_SENT if sent is None else sent.frames(run.frame)
             row = loops.encode(values.addresses(run), run.table, self._bytes[run.frame], known)
             if row >= 0:

@@ -28,7 +28,9 @@ from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
     SLAB_VALUES,
     Buffers,
+    Codec,
     Numpy,
+    RunLoops,
     Scratch,
     Sections,
     State,
@@ -40,6 +42,7 @@ from zmqtrain.codecs.codec import (
     needs_slab,
     read_buffers,
 )
+from zmqtrain.codecs.levels import LARGEST_MEAN_BITS, SMALLEST_MEAN_BITS
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.specs import format_spec
 from zmqtrain.core.types import Array
@@ -407,6 +410,8 @@ def _largest_of_blocks_numpy(x: Numpy, keep: int, kept: int) -> Numpy:
     return places.reshape(-1)[:kept]
 
 
+_KINDS = ("local", "bitmap", "elias-fano")
+"""The forms of an index, as machine code knows them."""
 _INFINITE_KEY = 0x7F80
 _EIGHT_TRUE = np.uint64(0x0101010101010101)
 _SCANNED = 1 << 17
@@ -451,7 +456,43 @@ def topk(density: float = 0.01) -> Transform:
         (index,) = read_buffers(buffers, layout(count), name)
         check_places(np.asarray(index), count, kept(count), name)
 
-    return picking_transform(name, kept, layout, forward, read, check)._replace(slab=MOST_PLACES)
+    def loops(codec: Codec) -> RunLoops | None:
+        family, _, block = codec.name.partition(":block=")
+        return _loops_with_signs(kept, guess, int(block)) if family == "sign" else None
+
+    return picking_transform(name, kept, layout, forward, read, check)._replace(slab=MOST_PLACES, loops=loops)
+
+
+def _loops_with_signs(kept: Callable[[int], int], guess: _Guess, block: int) -> RunLoops:
+    """Return what does all slabs of a run where `sign` takes what `topk` keeps, kept(n) of n values."""
+
+    def columns(count: int) -> tuple[int, ...]:
+        form = index_form(count, kept(count))
+        return kept(count), _KINDS.index(form.kind), form.low, form.bits, form.size
+
+    def encode(addresses: Numpy, table: Numpy, frame: Numpy, sent: Numpy) -> int:
+        state, memory = np.array([guess.cut, guess.steady], np.int64), _candidates
+        row = fast.machine_code().topk_signs(
+            *(addresses, table, block, sent, frame, state, memory.places, memory.keys, memory.histogram),
+            *(memory.picked, memory.values, memory.rest, memory.sum),
+        )
+        guess.cut, guess.steady = int(state[0]), bool(state[1])
+        return row
+
+    def write(frame: Numpy, table: Numpy, addresses: Numpy, add: bool) -> None:
+        fast.machine_code().write_topk_signs(
+            frame, table, addresses, block, add, _candidates.picked, _candidates.values
+        )
+
+    def check(frame: Numpy, table: Numpy) -> int:
+        return fast.machine_code().check_topk_signs(
+            frame, table, block, LARGEST_MEAN_BITS, SMALLEST_MEAN_BITS, _candidates.picked
+        )
+
+    def energy(frame: Numpy, table: Numpy) -> float:
+        return fast.machine_code().signs_energy(frame, table, block)
+
+    return RunLoops(encode, write, check, energy, columns)
 
 
 class _Guess(threading.local):
@@ -465,11 +506,14 @@ class _Guess(threading.local):
 
 
 class _Candidates(threading.local):
-    """Memory of this thread for `pick`: the candidates' places and keys, and how many have each key (left at zero)."""
+    """Memory of this thread for `pick`: the candidates' places and keys, and how many have each key (left at zero);
+    and for a slab: what is picked, the values there, the slab less what is sent of it, and that itself."""
 
     def __init__(self) -> None:
         self.places, self.keys = np.empty(MOST_PLACES, np.int32), np.empty(MOST_PLACES, np.int32)
         self.histogram = np.zeros(LARGEST_KEY + 1, np.int32)
+        self.picked, self.values = np.empty(MOST_PLACES + 1, np.int32), np.empty(MOST_PLACES, np.float32)
+        self.rest, self.sum = np.empty(MOST_PLACES, np.float32), np.empty(MOST_PLACES, np.float32)
 
 
 _candidates = _Candidates()

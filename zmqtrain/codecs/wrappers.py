@@ -25,6 +25,7 @@ from zmqtrain.codecs.codec import (
     Buffers,
     Codec,
     Numpy,
+    RunLoops,
     Scratch,
     Sections,
     State,
@@ -208,7 +209,7 @@ def error_feedback(codec: Codec, decay: float = 1.0) -> Codec:
         residual = _subtract(wanted, _tidy(codec.decode(buffers, x.shape[0])))
         return buffers, (residual, inner)
 
-    return codec._replace(name=name, init=init, encode=encode)
+    return codec._replace(name=name, init=init, encode=encode, loops=_that_decode(codec.loops))
 
 
 def momentum_correction(codec: Codec, factor: float = 0.9) -> Codec:
@@ -243,7 +244,12 @@ def momentum_correction(codec: Codec, factor: float = 0.9) -> Codec:
         velocity = xp.where(sent == 0, velocity, xp.float32(0))
         return buffers, (velocity, _subtract(waiting, sent), inner)
 
-    return codec._replace(name=name, init=init, encode=encode)
+    return codec._replace(name=name, init=init, encode=encode, loops=_that_decode(codec.loops))
+
+
+def _that_decode(loops: RunLoops | None) -> RunLoops | None:
+    """Return a codec's loops for a wrapper that keeps a state: all but the one that encodes."""
+    return None if loops is None else loops._replace(encode=None)
 
 
 def _tidy(x: Array) -> Array:
