@@ -381,7 +381,12 @@ def test_of_several_brokers_a_version_is_the_best_once_the_parts_of_all_are_here
     keeper = Keeper(tmp_path)
     first, second = {"w": np.zeros(2, np.float32)}, {"w": np.ones(2, np.float32)}
     layout, held = SimpleNamespace(shard=(0, 2)), {1: [first["w"]]}
-    aggregator = SimpleNamespace(layout=layout, published_at=held.get, leaves=lambda flats: {"w": flats[0]})
+    aggregator = SimpleNamespace(
+        layout=layout,
+        published_at=held.get,
+        leaves=lambda flats: {"w": flats[0]},
+        moment_of=lambda version: 10.0 * version,
+    )
     keeper.keep_part(1, 1, 2, second)  # nobody has said that it is the best
     keeper.keep_best(1, {"loss": 0.5}, 8, aggregator)
     assert keeper._best is None
@@ -389,11 +394,36 @@ def test_of_several_brokers_a_version_is_the_best_once_the_parts_of_all_are_here
     assert keeper._best is None
     keeper.keep_part(1, 1, 2, second)
     assert keeper._best.version == 1 and keeper._best.parts == {0: first, 1: second}
+    assert not keeper.lacks_parts
     keeper.keep_best(1, {"loss": 0.4}, 8, aggregator)
     assert keeper._best.loss == 0.5, "until all parts of the better one are here"
+    asked = []
+    keeper.ask_for_parts(lambda take, shards, moment: asked.append((list(shards), moment)))
+    assert keeper.lacks_parts and asked == [([1], 10.0)]
     keeper.forget_best()
     keeper.keep_part(1, 1, 2, second)
-    assert keeper._best is None
+    assert keeper._best is None and not keeper.lacks_parts
+
+
+def test_a_version_that_is_worse_than_one_still_to_be_kept_is_not_the_best(tmp_path, caplog):
+    keeper, nothing = Keeper(tmp_path), SimpleNamespace(published_at={}.get)
+    assert keeper.is_best(1, 0.5) and keeper.is_best(2, 0.4) and not keeper.is_best(3, 0.45)
+    assert not keeper.keep_best(2, {"loss": 0.4}, 8, nothing)
+    assert "too old to be kept" in caplog.text
+    assert keeper.is_best(4, 0.45), "the better one is lost"
+
+
+def test_without_room_for_the_best_version_the_model_is_still_the_last_one(tmp_path, monkeypatch):
+    def no_room(path, arrays, metadata):
+        if path.name == "model-best.safetensors":
+            raise CheckpointError("no space left")
+        write_arrays(path, arrays, metadata)
+
+    write_arrays = files.write_arrays
+    monkeypatch.setattr("zmqtrain.checkpoint.model_files.write_arrays", no_room)
+    with pytest.raises(CheckpointError, match="no space left"):
+        of_losses(tmp_path, [0.5, 0.2, 0.14, 0.3, 206.0])
+    assert load_file(tmp_path / "model.safetensors")["w"][0] == 5.0
 
 
 def test_the_model_says_of_which_run_it_is_and_how_it_scores(tmp_path):

@@ -36,8 +36,16 @@ def wide():
     return parameters() | {"wide": jnp.zeros((8, 4096))}
 
 
-def two_trainers(first):
-    return [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2")]
+RISES = 0.01 * (1 + np.arange(8, dtype=np.float32)[:, None])
+"""By how much each step moves the rows of the wide leaf, of which every shard has other ones."""
+
+
+def risen(before, after):
+    return after | {"wide": before["wide"] + RISES}
+
+
+def two_trainers(first, move=lambda before, after: after):
+    return [Trainer(first.address, name, params=wide(), move=move) for name in ("pc-1", "pc-2")]
 
 
 def end(trainers):
@@ -67,9 +75,9 @@ def test_shards_are_served_by_nodes_and_what_is_left_by_the_hub_and_the_model_is
 ):
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.chdir(tmp_path)  # where the brokers of nodes save
-    run = RunSettings(**SETTINGS, shards=4)
+    run = RunSettings(**SETTINGS, shards=4, codec="float32", broadcast_codec="float32")
     with broker(run, checkpoint=tmp_path / "hub", hosting=True) as first:
-        trainers = two_trainers(first)
+        trainers = two_trainers(first, risen)
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: exchanged(t, 4))
         assert all(hosts(trainer) is not None for trainer in trainers), "each node serves a shard"
@@ -93,6 +101,9 @@ def test_shards_are_served_by_nodes_and_what_is_left_by_the_hub_and_the_model_is
     for name in params:
         np.testing.assert_allclose(model[name], params[name], atol=1e-6)
     assert any((best[name] != model[name]).any() for name in params), "some versions before"
+    steps, last = best["wide"] / RISES, model["wide"] / RISES  # that each shard's part of both stands for
+    assert last.min() > 0.7 * last.max(), "all parts of the last version have taken about as many steps"
+    assert (steps < last).all() and steps.min() > 0.7 * steps.max()
     assert loss(best, held_out) < loss(parameters(), held_out) / 2
 
 

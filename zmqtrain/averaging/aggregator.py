@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor
+from math import floor, inf
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,9 @@ LARGEST_SUM = 1e30
 """A sum that holds a larger value is left out of the parameters: the outer step of it might be no float32."""
 ROUNDING = 1e-6
 """What the shares of the federation that have come, sums of 1/N, may be off by."""
+
+MOMENTS_KEPT = 1024
+"""Of so many versions it is known when they were published."""
 
 RECORD_EXCHANGES, RECORD_MODELS, RECORD_BYTES = 32, 3, 16 << 20
 """What a node that is found to diverge has contributed can be taken back for so many versions of each fragment, if what
@@ -129,6 +132,7 @@ class Aggregator:
         self._judged: dict[tuple[PeerId, int], Judgement] = {}  # accepted, and in no version yet
         self._waiting: dict[tuple[PeerId, int], Held] = {}  # for the close of their round
         self._record: deque[tuple[Released, list[Judgement]]] = deque()  # the last versions, and who is in them
+        self._moments: deque[tuple[Version, float]] = deque(maxlen=MOMENTS_KEPT)
         self._round = HeldRound(settings)
         self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
         self.encoded = EncodedRound(self.meter)
@@ -211,6 +215,7 @@ class Aggregator:
         self._judged.clear()
         self._waiting.clear()
         self._record.clear()
+        self._moments.clear()
         self.meter.begin()
         self._round.begin(len(flats))
         self._round.remember(version, self.published, range(len(flats)))
@@ -315,12 +320,18 @@ class Aggregator:
         self._round.remember(self.version, self.published, reduce.fragments)
         self.meter.close(reduce.fragments)
         released = Released(self.version, coding.name, reduce.fragments, frames, overflowed, left_out)
-        if self.settings.mode == "default":  # in strict mode nothing is taken back, and the last version is the model
-            self._record.append((released, counted_in))
-            most = max(RECORD_BYTES, RECORD_MODELS * 4 * sum(flat.size for flat in self.published))
-            while len(self._record) > RECORD_EXCHANGES * len(self.published) or self._record_bytes() > most:
-                self._record.popleft()
+        self._keep_record(released, counted_in)
         return released
+
+    def _keep_record(self, released: Released, judged: list[Judgement]) -> None:
+        """Record a version and the deltas in it; not in strict mode: nothing is taken back there, and the last version
+        is the model."""
+        if self.settings.mode != "default":
+            return
+        self._record.append((released, judged))
+        most = max(RECORD_BYTES, RECORD_MODELS * 4 * sum(flat.size for flat in self.published))
+        while len(self._record) > RECORD_EXCHANGES * len(self.published) or self._record_bytes() > most:
+            self._record.popleft()
 
     def _record_bytes(self) -> int:
         return sum(len(frame) for released, _ in self._record for frames in released.frames for frame in frames)
@@ -432,6 +443,7 @@ class Aggregator:
             self._states[fragment] = self._fresh_states(fragment)
         self.version = released.version
         self._round.remember(self.version, self.published, released.fragments)
+        self._keep_record(released, [])
 
     def leaves(self, flats: Sequence[Vector]) -> dict[str, Vector]:
         """Return copies of what a vector per fragment holds of each leaf, by path, in the leaf's shape. Of a leaf of
@@ -439,10 +451,19 @@ class Aggregator:
         leaves = zip(self.layout.spec, self.layout.join(flats), strict=True)
         return {leaf.path: array for leaf, array in leaves if array.size or not leaf.values}
 
-    def give_leaves(self, take: TakeLeaves) -> None:
-        """Call `take` with what is published, unless nothing is yet."""
-        if self.published:
-            take(*self.layout.shard, self.leaves(self.published))
+    def came(self, now: float) -> None:
+        """Record that this version was published now, by a clock that all brokers of one machine share."""
+        self._moments.append((self.version, now))
+
+    def moment_of(self, version: Version) -> float:
+        """Return when a version was published, or the first after it of which that is known; infinity: none is."""
+        return next((moment for known, moment in self._moments if known >= version), inf)
+
+    def give_leaves(self, take: TakeLeaves, moment: float) -> None:
+        """Call `take` with what was published at a moment, if that is still known."""
+        later = next((version for version, at in self._moments if at > moment), self.version + 1)
+        if self.published and (flats := self.published_at(later - 1)) is not None:
+            take(*self.layout.shard, self.leaves(flats))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all arrays by name, each as `leaves` has it: "parameters/<path>", "published/<path>",

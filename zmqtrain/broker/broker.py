@@ -329,10 +329,10 @@ class Broker:
         """End `run` soon; call it in the broker's loop."""
         self.core.stop.set()
 
-    def give_leaves(self, take: TakeLeaves) -> None:
-        """Call `take` in the codec thread with what is published here, once the run has begun; call it in the broker's
-        loop."""
-        self.codec.do(self.aggregator.give_leaves, take)
+    def give_leaves(self, take: TakeLeaves, moment: float) -> None:
+        """Call `take` in the codec thread with what was published here at a moment, if that is known; call it in the
+        broker's loop."""
+        self.codec.do(self.aggregator.give_leaves, take, moment)
 
     def dismiss(self, peer: PeerId, why: str) -> None:
         """Expel a peer whose key was revoked; call it in the broker's loop."""

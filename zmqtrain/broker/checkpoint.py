@@ -10,8 +10,9 @@ import secrets
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, nan, prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.averaging.aggregator import Aggregator, Released, TakeLeaves
 from zmqtrain.checkpoint.background_writer import BackgroundWriter
 from zmqtrain.checkpoint.files import describe_difference, open_arrays, sync_folder, write_arrays
 from zmqtrain.checkpoint.folder import CheckpointFolder, Every, is_locked
@@ -330,7 +331,7 @@ def join_parts(model: ModelSpec, parts: Sequence[Mapping[str, NDArray[np.float32
     joined = {}
     for leaf in model:
         held = [part[leaf.path].reshape(-1) for part in parts if leaf.path in part]
-        values = np.concatenate(held) if held else np.zeros(0, np.float32)
+        values = held[0] if len(held) == 1 else np.concatenate(held) if held else np.zeros(0, np.float32)
         if values.size != leaf.values:
             raise CheckpointError(f"of the leaf {leaf} the brokers have {values.size} values")
         joined[leaf.path] = values.reshape(leaf.shape)
@@ -345,11 +346,14 @@ AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Best:
-    """The version that scored best on held-out data. parts: what was published then, by shard and leaf path."""
+    """The version that scored best on held-out data. moment: when it was published.  parts: what was published then, by
+    shard and leaf path."""
 
     version: Version
     scores: Mapping[str, float]
     samples: int
+    moment: float
+    shards: int
     parts: dict[int, Mapping[str, NDArray[Any]]]
 
     @property
@@ -395,6 +399,7 @@ class Keeper:
         self.waits_for_room = False
         self._best: _Best | None = None
         self._coming: _Best | None = None  # better, but not all of it is here yet
+        self._least_loss = inf  # of the best, also while it is still to be kept
         self._of_best = threading.Lock()
         self._last: _Last | None = None
         self._last_loss: tuple[Version, float] = (-1, nan)  # of the newest version that was evaluated
@@ -633,25 +638,46 @@ class Keeper:
     def is_best(self, version: Version, loss: float) -> bool:
         """Return whether a version with this loss is the best so far, and must be kept; in the broker's loop."""
         self._last_loss = (version, loss)
-        return self._folder is not None and (self._best is None or loss < self._best.loss)
+        if self._folder is None or loss >= self._least_loss:
+            return False
+        self._least_loss = loss
+        return True
 
-    def keep_best(self, version: Version, scores: Mapping[str, float], samples: int, aggregator: Aggregator) -> None:
-        """Keep the parameters published at this version, if they are still known, in memory until the broker ends.
+    def keep_best(self, version: Version, scores: Mapping[str, float], samples: int, aggregator: Aggregator) -> bool:
+        """Keep the parameters published at this version in memory until the broker ends; return whether they are known.
 
         scores: of the version, with a "loss".  samples: of the run by then.  Of several brokers this is the first, and
         the parts of the others come by `keep_part`.
         """
-        if (flats := aggregator.published_at(version)) is not None:
-            with self._of_best:
-                self._coming = _Best(version, dict(scores), samples, {})
-            shard, shards = aggregator.layout.shard
-            self.keep_part(version, shard, shards, aggregator.leaves(flats))
+        if (flats := aggregator.published_at(version)) is None:
+            logger.warning("version %d is the best that was evaluated, and too old to be kept", version)
+            self._least_loss = inf if self._best is None else self._best.loss
+            return False
+        shard, shards = aggregator.layout.shard
+        with self._of_best:
+            self._coming = _Best(version, dict(scores), samples, aggregator.moment_of(version), shards, {})
+        self.keep_part(version, shard, shards, aggregator.leaves(flats))
+        return True
+
+    @property
+    def lacks_parts(self) -> bool:
+        """Whether parts of other brokers are missing of the best version."""
+        return self._coming is not None
+
+    def ask_for_parts(self, give_leaves: Callable[[TakeLeaves, Iterable[int], float], None]) -> None:
+        """Ask for the parts that are missing of the best version: each broker counts versions of its own, and is asked
+        for what it had published when that one was."""
+        with self._of_best:
+            if (coming := self._coming) is None:
+                return
+            missing = [shard for shard in range(coming.shards) if shard not in coming.parts]
+        give_leaves(partial(self.keep_part, coming.version), missing, coming.moment)
 
     def keep_part(self, version: Version, shard: int, shards: int, leaves: Mapping[str, NDArray[Any]]) -> None:
         """Keep the part of one of so many brokers of the best version, as the first counts it; in any thread. What was
         the best before is let go once all parts are here."""
         with self._of_best:
-            if (coming := self._coming) is not None and coming.version == version:
+            if (coming := self._coming) is not None and coming.version == version and shards == coming.shards:
                 coming.parts[shard] = leaves
                 if len(coming.parts) == shards:
                     self._best, self._coming = coming, None
@@ -660,31 +686,40 @@ class Keeper:
         """Forget the best version, because the run is founded again."""
         with self._of_best:
             self._best = self._coming = None
-        self._last_loss = (-1, nan)
+        self._least_loss, self._last_loss = inf, (-1, nan)
 
     def choose(self, model: Path) -> None:
         """Have the model's file, which holds the last version, hold the better of that and the best one, another file
         the other; after `close`. Raises CheckpointError."""
         best, last = self._best, self._last
-        for stale in (BEST_FILE, LAST_FILE):
-            model.with_name(stale).unlink(missing_ok=True)
-        if best is None or last is None or best.version == last.version:
-            return
+        try:
+            for stale in (BEST_FILE, LAST_FILE):
+                model.with_name(stale).unlink(missing_ok=True)
+            if (coming := self._coming) is not None:
+                text = "version %d (loss %.6g) is the best that was evaluated; not all brokers gave their parts of it"
+                logger.warning(text, coming.version, coming.loss)
+            if best is not None and last is not None and best.version != last.version:
+                self._write_best(model, best, last)
+        except OSError as error:
+            raise CheckpointError(f"cannot write beside {model}: {error}") from None
+
+    def _write_best(self, model: Path, best: _Best, last: _Last) -> None:
         evaluated, loss = self._last_loss
         arrays = join_parts(last.model, [best.parts[shard] for shard in sorted(best.parts)])
         facts = replace(
             last.facts, version=best.version, evaluation_version=best.version, samples=best.samples,
             evaluation=best.scores,
         )  # fmt: skip
+        written = model.with_name(BEST_FILE)
+        write_model(written, arrays, facts)
         if evaluated == last.version and best.loss < loss:
             model.replace(model.with_name(LAST_FILE))
-            write_model(model, arrays, facts)
+            written.replace(model)
             text = (
                 "%s holds version %d (loss %.6g), the best that was evaluated; the last one, %d (loss %.6g), is in %s"
             )
             logger.warning(text, model.name, best.version, best.loss, last.version, loss, LAST_FILE)
             return
-        write_model(model.with_name(BEST_FILE), arrays, facts)
         how = f"loss {loss:.6g}" if evaluated == last.version else "not evaluated"
         text = "%s holds the last version, %d (%s); the best one before it, %d (loss %.6g), is in %s"
         logger.info(text, model.name, last.version, how, best.version, best.loss, BEST_FILE)

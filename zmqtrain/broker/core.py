@@ -104,8 +104,9 @@ class ShardsBeside:
     def take(self, shard: int) -> None:
         """Take over a shard that is followed."""
 
-    def give_leaves(self, take: TakeLeaves) -> None:
-        """Call `take` with what each shard that is here has published, in a thread of that shard's; from any thread."""
+    def give_leaves(self, take: TakeLeaves, shards: Iterable[int], moment: float) -> None:
+        """Call `take` with what each of these shards that are here had published at a moment, in a thread of that
+        shard's; from any thread."""
 
     def open_port(self) -> int:
         """Return a port of this machine at which something listens for a while."""
@@ -357,7 +358,7 @@ class BrokerLog:
             loss = self._hub.scores["loss"]
             text = (
                 "held-out loss %.6g at version %d, %.0f times the best (%.6g at version %d): the usual cause is a "
-                "learning rate that is too high. The best version that was evaluated is kept with the checkpoint"
+                "learning rate that is too high. Where this broker saves the model, it has the best version at its end"
             )
             logger.warning(text, loss, self._hub.score_version, loss / best, best, version)
         self._worse = worse is not None

@@ -9,7 +9,6 @@ import gc
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from math import isfinite, nan
 from typing import Any
 
@@ -64,6 +63,9 @@ from zmqtrain.session.environment import clock, spawn
 from zmqtrain.strategies.norms import Judgement
 
 Frames = Sequence[Buffer]
+
+ASK_SECONDS = 1.0
+"""How often the shards are asked for their parts of the best version, until they have given them."""
 
 MODELS_HELD = 5
 """A hub holds at least so many copies of a model in float32: the parameters, what is published, a round's sum, an outer
@@ -352,7 +354,7 @@ class ReleasePipeline:
             Rewind: self._rewind,
         }
         self._mean: Frames | None = None  # that the run may begin with
-        self._looked_at_score = self._hub.score_version
+        self._looked_at_score, self._ask_at = self._hub.score_version, 0.0
 
     def save_when_due(self, together: bool = False) -> None:
         """Save the version that the hub is at, if it is time to. together: as in `Keeper.is_due`."""
@@ -361,6 +363,7 @@ class ReleasePipeline:
 
     def look_at_scores(self) -> None:
         """Keep the version that was evaluated, if it is the best so far and the whole model is on this machine."""
+        self._ask_again()
         version, loss = self._hub.score_version, self._hub.scores.get("loss", nan)
         settings = self._hub.settings
         elsewhere = settings.shards > 1 and self._hub.hosting is None
@@ -371,8 +374,17 @@ class ReleasePipeline:
             self._codec.do(self._keep_best, version, dict(self._hub.scores), self._hub.samples)
 
     def _keep_best(self, version: Version, scores: Mapping[str, float], samples: int) -> None:
-        self._keeper.keep_best(version, scores, samples, self._aggregator)
-        self._beside.give_leaves(partial(self._keeper.keep_part, version))
+        if self._keeper.keep_best(version, scores, samples, self._aggregator):
+            self._ask_for_parts()
+
+    def _ask_for_parts(self) -> None:
+        self._keeper.ask_for_parts(self._beside.give_leaves)
+
+    def _ask_again(self) -> None:
+        """Ask the shards again that have given no part of the best version: one may have changed hands meanwhile."""
+        if self._keeper.lacks_parts and (now := self._core.now()) >= self._ask_at:
+            self._ask_at = now + ASK_SECONDS
+            self._codec.do(self._ask_for_parts)
 
     # ------------------------------------------------------------------ version 0
 
@@ -384,7 +396,6 @@ class ReleasePipeline:
         for other, snapshot in found.others:
             frames = (*frames, *self._uploads.take(other, snapshot))
         self._snapshots.restart(moments)
-        self._keeper.forget_best()
         self._looked_at_score = -1
         self._uploads.whole.clear()  # of the run before, if this one is founded again
         self._codec.do(self._begin, frames, self._hub.state(), peer, moments, values=count_values(found.model))
@@ -392,6 +403,7 @@ class ReleasePipeline:
 
     def _begin(self, frames: Frames, state: dict[str, Any], peer: PeerId, moments: Frames) -> None:
         self._aggregator.found(frames)
+        self._keeper.forget_best()  # here, after what was still to be kept of a run before
         self._core.events.founded(peer)
         # before the founder, or anybody, hears of the run
         self._keeper.save(state, self._aggregator, wait=True, moments=moments)
@@ -456,6 +468,7 @@ class ReleasePipeline:
 
     def _make_release(self, reduce: Reduce, nodes: int) -> Released:
         released = self._aggregator.release(reduce)
+        self._aggregator.came(clock.monotonic())
         self._keeper.released(released, reduce)
         left_out = [one for one, _ in released.left_out]
         self._core.events.released(reduce, nodes, released.codec, released.frames, left_out)

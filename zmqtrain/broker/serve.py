@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -476,11 +476,16 @@ class BrokerThread:
         """Wait until the broker has ended."""
         self._thread.join()
 
-    def give_leaves(self, take: TakeLeaves) -> None:
-        """Call `take` with what is published here, in a thread that is the broker's or the standby's; if it runs."""
-        if self._running is not None and self._loop is not None:
+    def give_leaves(self, take: TakeLeaves, moment: float) -> None:
+        """Call `take` with what was published here at a moment, if that is known: in a thread that is the
+        broker's or the standby's, or in this one after their end."""
+        if self._running is None or self._loop is None:
+            return
+        if self.running:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._running.give_leaves, take)
+                self._loop.call_soon_threadsafe(self._running.give_leaves, take, moment)
+        elif self._running.aggregator is not None:
+            self._running.aggregator.give_leaves(take, moment)
 
     def take_over(self) -> None:
         """Have a standby take over, if it is in step."""
@@ -538,11 +543,11 @@ class _Beside(ShardsBeside):
         if (running := self._running.get(shard)) is not None:
             running.take_over()
 
-    def give_leaves(self, take: TakeLeaves) -> None:
+    def give_leaves(self, take: TakeLeaves, shards: Iterable[int], moment: float) -> None:
         with self._lock:
-            here = list(self._running.values())
+            here = [self._running[shard] for shard in shards if shard in self._running]
         for running in here:
-            running.give_leaves(take)
+            running.give_leaves(take, moment)
 
     def open_port(self) -> int:
         try:
@@ -577,9 +582,15 @@ class _Beside(ShardsBeside):
         parts = [first / part_file(0, self._shards), *(self._folder / f"shard-{n}" for n in range(1, self._shards))]
         try:
             merge_parts(parts, first / MODEL_FILE)
-            self._broker.keeper.choose(first / MODEL_FILE)
         except CheckpointError as error:
             logger.warning("the model is not whole here: %s", error)
+            return
+        keeper = self._broker.keeper
+        keeper.ask_for_parts(self.give_leaves)
+        try:
+            keeper.choose(first / MODEL_FILE)
+        except CheckpointError as error:
+            logger.warning("%s has the last version; the best one is not saved: %s", first / MODEL_FILE, error)
 
     def _begin(self, shard: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
         with self._lock:

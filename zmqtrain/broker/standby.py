@@ -418,10 +418,17 @@ class Standby(_FirstSession):
         if self._keeper is not None and self._hub is not None and self._keeps:
             self._keeper.close(self._hub.state(), self._aggregator)
 
-    def give_leaves(self, take: TakeLeaves) -> None:
-        """Call `take` with what this standby knows to be published, in the thread that applies it, if that is not far
-        behind; in any thread."""
-        self._worker.submit(lambda: self._aggregator.give_leaves(take) if self._aggregator is not None else None)
+    @property
+    def aggregator(self) -> Aggregator | None:
+        """What has been published, as far as this standby knows; only its thread, or nobody, works with it."""
+        return self._aggregator
+
+    def give_leaves(self, take: TakeLeaves, moment: float) -> None:
+        """Call `take` with what was published at a moment, if that is known, in the thread that applies it and is not
+        far behind; in any thread."""
+        self._worker.submit(
+            lambda: self._aggregator.give_leaves(take, moment) if self._aggregator is not None else None
+        )
 
     def _is_due(self, now: float) -> bool:
         self._policy.promoted |= self._ordered and self.follower.in_step
@@ -551,6 +558,7 @@ class Standby(_FirstSession):
             parts.append(tuple(frames[first : first + count]))
             first += count
         self._aggregator.replay(Released(aggregate.version, aggregate.codec, aggregate.fragments, tuple(parts)))
+        self._aggregator.came(clock.monotonic())
         self._hub.replay(aggregate.version, aggregate.landed, aggregate.samples)
         if self._keeper is not None and self._keeps and self._keeper.is_due(self._hub.version):
             self._keeper.save(self._hub.state(), self._aggregator)

@@ -184,19 +184,19 @@ class DeviceMoves:
         """
         for fragment in sorted({*aggregate, *own}):
             ours, counts = self._touched(params, fragment), self.layout.counts(fragment)
-            mine, shared = own.get(fragment), aggregate.get(fragment)
-            if shared is None:
-                shared = [np.zeros(count, np.float32) for count in counts]
-            if _on_processor(ours):
-                shared, mine = _in_one_memory(shared, counts), mine and _in_one_memory(mine, counts)
-            forward, behind = self._move(ours, self._touched(anchor, fragment), shared, mine, fragment)
+            given = _in_one_memory if _on_processor(ours) else _one_by_one
+            shared = aggregate.get(fragment) or [np.zeros(count, np.float32) for count in counts]
+            mine = given(own[fragment], counts) if fragment in own else None
+            forward, behind = self._move(ours, self._touched(anchor, fragment), given(shared, counts), mine, fragment)
             touched = self.layout.leaves(fragment)
             params = _replaced(params, dict(zip(touched, forward, strict=True)))
             anchor = _replaced(anchor, dict(zip(touched, behind, strict=True)))
         return list(params), anchor
 
     def adopt(self, params: Leaves, anchor: Leaves, new: Sequence[Any], own: Segments) -> tuple[Leaves, Leaves]:
-        result: tuple[Leaves, Leaves] = self._replace(params, anchor, list(new), dict(own))
+        result: tuple[Leaves, Leaves] = self._replace(
+            params, anchor, list(new), {fragment: list(parts) for fragment, parts in own.items()}
+        )
         return result
 
     def _touched(self, leaves: Leaves, fragment: int) -> Leaves:
@@ -232,6 +232,10 @@ _Given = Sequence[jax.Array] | jax.Array
 def _on_processor(leaves: Leaves) -> bool:
     first = leaves[0] if leaves else None
     return isinstance(first, jax.Array) and all(device.platform == "cpu" for device in first.devices())
+
+
+def _one_by_one(segments: Sequence[Array], counts: Sequence[int]) -> Any:
+    return list(segments)  # jax takes no other kind of list
 
 
 def _in_one_memory(segments: Sequence[Array], counts: Sequence[int]) -> Any:
