@@ -35,7 +35,7 @@ from zmqtrain.averaging.coder import DeltaCoder, Encoded, Vectors, encode_snapsh
 from zmqtrain.averaging.held_rounds import EncodedRound, SlabThreads
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Buffer, Offer, PeerId
+from zmqtrain.core.types import Buffer, LeafSpec, ModelSpec, Offer, PeerId, count_values
 from zmqtrain.planning.costs import COSTS, CodecCosts, SparseCosts
 from zmqtrain.planning.schedule import model_of
 from zmqtrain.protocol.effects import Contribution, Reduce
@@ -81,11 +81,20 @@ def settings_of(spec: str) -> RunSettings:
     return RunSettings(codec=spec, broadcast_codec=spec, outer="sgd:rate=1", fragments=1)
 
 
+def in_leaves(values: int, leaves: int) -> ModelSpec:
+    """Return a model of about so many values: as a plan takes it, or in so many equal leaves."""
+    if leaves < 2:
+        return model_of(values)
+    return tuple(LeafSpec(f"leaf{number:04d}", (values // leaves,), "float32") for number in range(leaves))
+
+
 class Hub:
     """A hub that is given rounds of deltas which nodes have encoded beforehand, and what its work takes."""
 
-    def __init__(self, spec: str, values: int, threads: int, *, dense: bool = False, of_process: bool = False) -> None:
-        settings, model = settings_of(spec), model_of(values)
+    def __init__(
+        self, spec: str, model: ModelSpec, threads: int, *, dense: bool = False, of_process: bool = False
+    ) -> None:
+        settings, values = settings_of(spec), count_values(model)
         self.watch = Stopwatch(time.perf_counter if of_process else time.thread_time)
         self.aggregator, random = Aggregator(settings), np.random.default_rng(0)
         self.aggregator.encoded = EncodedRound(self.aggregator.meter, SlabThreads(threads), enabled=not dense)
@@ -131,7 +140,7 @@ def measure(spec: str, values: int, rounds: int) -> CodecCosts:
     """Return what one codec, up and down, costs for a model of so many values, the least of `rounds` exchanges."""
     settings, model = settings_of(spec), model_of(values)
     coder, watch = DeltaCoder(model, settings), Stopwatch()
-    hub = Hub(spec, values, 1)
+    hub = Hub(spec, model, 1)
     random = np.random.default_rng(0)
     segments = [random.standard_normal(leaf.values, np.float32) for leaf in model]
 
@@ -193,7 +202,7 @@ def measure_round(spec: str, values: int, rounds: int, contributions: int) -> di
         ("2 threads", 2, True),
         ("4 threads", 4, True),
     ]:
-        hub = Hub(spec, values, threads, dense=name == "dense", of_process=of_process)
+        hub = Hub(spec, model_of(values), threads, dense=name == "dense", of_process=of_process)
         for _ in range(rounds):
             hub.round(contributions)
         least = hub.watch.least

@@ -1,6 +1,6 @@
 """Measure every pass that a delta makes over memory, at a node and at the hub, beside the floor of that pass.
 
-    python bench/passes.py [--codec SPEC ...] [--values N]
+    python bench/passes.py [--codec SPEC ...] [--values N] [--leaves N]
 
 Rule 1: a pass is work of `bench/costs.py` (what a run does, without a network), timed alone; what cannot be timed alone
 is the difference of two works.  Rule 2: CPU time in ns a parameter, the least of all rounds: of the one thread that
@@ -28,11 +28,10 @@ import numpy as np
 
 from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload
-from zmqtrain.core.types import Buffer, Offer
-from zmqtrain.planning.schedule import model_of
+from zmqtrain.core.types import Buffer, ModelSpec, Offer, count_values
 from zmqtrain.train.anchor import DeviceMoves
 
-from costs import MOST_CONTRIBUTIONS, PEER, Hub, Stopwatch, aggregate_of, settings_of
+from costs import MOST_CONTRIBUTIONS, PEER, Hub, Stopwatch, aggregate_of, in_leaves, settings_of
 from report import BusyMeter, print_table, write_json
 
 __all__ = ["Pass", "copy_rate", "main", "measure_passes"]
@@ -81,8 +80,8 @@ def copy_rate(rounds: int, values: int = COPIED) -> float:
 class _Node:
     """A node that is given aggregates, and what its passes take."""
 
-    def __init__(self, spec: str, values: int) -> None:
-        self.spec, self.model = spec, model_of(values)
+    def __init__(self, spec: str, model: ModelSpec) -> None:
+        self.spec, self.model = spec, model
         self.watch, self.by_xla = Stopwatch(), Stopwatch(time.process_time)
         self.coder = DeltaCoder(self.model, settings_of(spec))
         self.codecs = self.coder.coding.of_fragment(self.coder.layout, 0)
@@ -159,9 +158,9 @@ def _hub_passes(hub: Hub, frames: Sequence[Buffer], node: _Node, size: float, ro
     ]
 
 
-def measure_passes(spec: str, values: int, rounds: int) -> list[Pass]:
-    """Return the passes of one codec, up and down, for a model of so many values."""
-    node, hub = _Node(spec, values), Hub(spec, values, 1)
+def measure_passes(spec: str, model: ModelSpec, rounds: int) -> list[Pass]:
+    """Return the passes of one codec, up and down."""
+    node, hub, values = _Node(spec, model), Hub(spec, model, 1), count_values(model)
     frames: Sequence[Buffer] = ()
     for number in range(rounds):
         node.encode(number)
@@ -190,17 +189,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--codec", nargs="+", default=USUAL, help="specs, each up and down (default: %(default)s)")
     parser.add_argument("--values", type=float, default=25e6, help="of the model (default %(default)g)")
+    parser.add_argument("--leaves", type=int, default=1, help="equal ones, of the model (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="exchanges, of which the least counts; 2 at least")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
     options = parser.parse_args(argv)
     if options.rounds < 2:
         parser.error("--rounds: a round of one contribution and one of several are compared: give at least 2")
-    rate, rows = copy_rate(options.rounds), []
+    rate, rows, model = copy_rate(options.rounds), [], in_leaves(int(options.values), options.leaves)
     for spec in options.codec:
         with BusyMeter() as busy:
-            passes = measure_passes(spec, int(options.values), options.rounds)
+            passes = measure_passes(spec, model, options.rounds)
         table = [one.row(spec, rate) for one in passes] + _sums(spec, passes, rate)
-        title = f"{spec}: {options.values:,.0f} values; a copy moves {rate / 1e9:.1f} GB/s; busy {busy.busy_share:.2f}"
+        size = f"{count_values(model):,} values in {len(model)} leaves"
+        title = f"{spec}: {size}; a copy moves {rate / 1e9:.1f} GB/s; busy {busy.busy_share:.2f}"
         print_table([{name: value for name, value in row.items() if name != "codec"} for row in table], title)
         rows += [row | {"copy_gb_per_s": round(rate / 1e9, 1), "busy": round(busy.busy_share, 2)} for row in table]
     if options.json:

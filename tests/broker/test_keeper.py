@@ -413,6 +413,18 @@ def test_a_version_that_is_worse_than_one_still_to_be_kept_is_not_the_best(tmp_p
     assert keeper.is_best(4, 0.45), "the better one is lost"
 
 
+def test_where_the_last_version_is_not_whole_the_best_is_written_alone(tmp_path):
+    of_losses(tmp_path, [0.5, 0.2, 0.14, 0.3, 206.0])
+    run = Run(tmp_path)
+    assert run.keeper.is_best(5, 0.1) and run.keeper.keep_best(5, {"loss": 0.1}, 8, run.aggregator)
+    run.release()
+    run.keeper.close(run.hub.state(), run.aggregator)
+    before = load_file(tmp_path / "model.safetensors")["w"][0]
+    run.keeper.choose(tmp_path / "model.safetensors", whole=False)
+    assert load_file(tmp_path / "model.safetensors")["w"][0] == before
+    assert load_file(tmp_path / "model-best.safetensors")["w"][0] == 5.0
+
+
 def test_without_room_for_the_best_version_the_model_is_still_the_last_one(tmp_path, monkeypatch):
     def no_room(path, arrays, metadata):
         if path.name == "model-best.safetensors":

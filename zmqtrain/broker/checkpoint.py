@@ -688,9 +688,10 @@ class Keeper:
             self._best = self._coming = None
         self._least_loss, self._last_loss = inf, (-1, nan)
 
-    def choose(self, model: Path) -> None:
+    def choose(self, model: Path, whole: bool = True) -> None:
         """Have the model's file, which holds the last version, hold the better of that and the best one, another file
-        the other; after `close`. Raises CheckpointError."""
+        the other; after `close`. whole: whether that file holds it; if not, only the best is written, if it is here.
+        Raises CheckpointError."""
         best, last = self._best, self._last
         try:
             for stale in (BEST_FILE, LAST_FILE):
@@ -699,11 +700,11 @@ class Keeper:
                 text = "version %d (loss %.6g) is the best that was evaluated; not all brokers gave their parts of it"
                 logger.warning(text, coming.version, coming.loss)
             if best is not None and last is not None and best.version != last.version:
-                self._write_best(model, best, last)
+                self._write_best(model, best, last, whole)
         except OSError as error:
             raise CheckpointError(f"cannot write beside {model}: {error}") from None
 
-    def _write_best(self, model: Path, best: _Best, last: _Last) -> None:
+    def _write_best(self, model: Path, best: _Best, last: _Last, whole: bool) -> None:
         evaluated, loss = self._last_loss
         arrays = join_parts(last.model, [best.parts[shard] for shard in sorted(best.parts)])
         facts = replace(
@@ -712,6 +713,10 @@ class Keeper:
         )  # fmt: skip
         written = model.with_name(BEST_FILE)
         write_model(written, arrays, facts)
+        if not whole:
+            text = "%s holds version %d (loss %.6g), the best that was evaluated"
+            logger.warning(text, BEST_FILE, best.version, best.loss)
+            return
         if evaluated == last.version and best.loss < loss:
             model.replace(model.with_name(LAST_FILE))
             written.replace(model)

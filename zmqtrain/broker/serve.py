@@ -580,17 +580,17 @@ class _Beside(ShardsBeside):
         if self._folder is None or first is None or self._broker.aggregator.version < 0 or self._shards <= 1:
             return
         parts = [first / part_file(0, self._shards), *(self._folder / f"shard-{n}" for n in range(1, self._shards))]
+        whole, keeper = True, self._broker.keeper
         try:
             merge_parts(parts, first / MODEL_FILE)
         except CheckpointError as error:
-            logger.warning("the model is not whole here: %s", error)
-            return
-        keeper = self._broker.keeper
+            logger.warning("the last version of the model is not whole here: %s", error)
+            whole = False
         keeper.ask_for_parts(self.give_leaves)
         try:
-            keeper.choose(first / MODEL_FILE)
+            keeper.choose(first / MODEL_FILE, whole)
         except CheckpointError as error:
-            logger.warning("%s has the last version; the best one is not saved: %s", first / MODEL_FILE, error)
+            logger.warning("the best version of the model is not saved: %s", error)
 
     def _begin(self, shard: int, place: ShardPlace | None, standby: StandbyPlace | None) -> None:
         with self._lock:

@@ -73,8 +73,7 @@ RUN_VALUES = 1 << 18
 class Run:
     """Slabs in a row that one call of a codec can do: of one frame and of one codec.
 
-    frame: its number.  table: of its rows, as `RunLoops` takes it; start, segments: where each row begins in the
-    payload, and the segment that it is of.
+    frame: its number.  table: its rows, as `RunLoops` takes them.  segments: of which each row is.
     """
 
     slabs: range

@@ -210,10 +210,12 @@ class DeviceMoves:
     def _both(
         self, params: Leaves, anchor: Leaves, shared: _Given, own: _Given | None, fragment: int
     ) -> tuple[Leaves, Leaves]:
-        counts = self.layout.counts(fragment)
-        mine = [None] * len(counts) if own is None else _separated(own, counts)
-        each = zip(params, anchor, _separated(shared, counts), mine, self.layout.leaves(fragment), strict=True)
-        both = [moved(self.layout, p, a, ours, mine, i, fragment) for p, a, ours, mine, i in each]
+        touched, counts = self.layout.leaves(fragment), self.layout.counts(fragment)
+        sums: Sequence[Any] = shared if isinstance(shared, Sequence) else [shared] * len(touched)
+        owns: Sequence[Any] = own if isinstance(own, Sequence) else [own] * len(touched)
+        places = [0] * len(touched) if isinstance(shared, Sequence) else joined_places(counts)[0]
+        each = zip(params, anchor, sums, owns, touched, places, strict=True)
+        both = [moved(self.layout, p, a, u, mine, i, fragment, place) for p, a, u, mine, i, place in each]
         return [p for p, _ in both], [a for _, a in both]
 
     def _adopt(self, params: Leaves, anchor: Leaves, new: Leaves, own: Segments) -> tuple[Leaves, Leaves]:
@@ -245,13 +247,6 @@ def _in_one_memory(segments: Sequence[Array], counts: Sequence[int]) -> Any:
     for place, segment in zip(joined, segments, strict=True):
         np.copyto(place, segment)
     return joined.joined
-
-
-def _separated(given: _Given, counts: Sequence[int]) -> Sequence[jax.Array]:
-    if isinstance(given, Sequence):
-        return given
-    places, _ = joined_places(counts)
-    return [lax.slice(given, (place,), (place + count,)) for place, count in zip(places, counts, strict=True)]
 
 
 _device_moves = lru_cache(maxsize=MODELS_KEPT)(DeviceMoves)
@@ -291,27 +286,30 @@ def moved(
     own: jax.Array | None,
     leaf: int,
     fragment: int,
+    place: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return params + (shared - own) and anchor + shared, of one leaf. shared, own: its segments, flat float32.
+    """Return params + (shared - own) and anchor + shared, of one leaf. shared, own: flat float32, which hold its
+    segments from `place` on.
 
     own: None is nothing. Sums are made in the wider of the two dtypes and rounded to the leaf's.
     """
+    runs, count = _equal_runs(layout.spans(leaf, fragment))
 
     def at_once(params: jax.Array, anchor: jax.Array, shared: jax.Array, own: jax.Array | None) -> Any:
-        step = shared if own is None else shared - own
+        shared = lax.slice(shared, (place,), (place + count,))
+        step = shared if own is None else shared - lax.slice(own, (place,), (place + count,))
         return layout.add(params, leaf, fragment, step), layout.add(anchor, leaf, fragment, shared)
 
     def by_blocks(params: jax.Array, anchor: jax.Array, shared: jax.Array, own: jax.Array | None) -> Any:
         def move(both: tuple[jax.Array, jax.Array], length: int, start: Any, at: Any) -> tuple[jax.Array, ...]:
-            of_all = lax.dynamic_slice(shared, (at,), (length,))
-            of_others = of_all if own is None else of_all - lax.dynamic_slice(own, (at,), (length,))
+            of_all = lax.dynamic_slice(shared, (place + at,), (length,))
+            of_others = of_all if own is None else of_all - lax.dynamic_slice(own, (place + at,), (length,))
             new = []
             for values, step in zip(both, (of_others, of_all), strict=True):
                 old = lax.dynamic_slice(values, (start,), (length,))
                 new.append(lax.dynamic_update_slice(values, (old + step).astype(values.dtype), (start,)))
             return tuple(new)
 
-        runs, _ = _equal_runs(layout.spans(leaf, fragment))
         both = _over(runs, (params.reshape(-1), anchor.reshape(-1)), move)
         return both[0].reshape(params.shape), both[1].reshape(anchor.shape)
 
