@@ -12,8 +12,10 @@ from hypothesis import example, given, settings
 
 from tests.grids import examples
 from zmqtrain.codecs import fast
+from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.levels import int2, sign, ternary
+from zmqtrain.codecs.payload import check_payload, encode_payload
 from zmqtrain.codecs.plain import float32
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
 from zmqtrain.codecs.sparsify import topk
@@ -140,3 +142,19 @@ def test_who_asks_for_numba_where_there_is_none_is_told():
         "from zmqtrain.codecs import fast\ntry:\n    fast.use(True)\nexcept ImportError as error:\n    print(error)"
     )
     assert "numba is not installed" in run(BLOCKER + refused)
+
+
+@pytest.mark.parametrize("spec", ["ternary", "topk:density=0.05+sign"])
+def test_loops_that_numba_cannot_compile_are_left_to_numpy(spec, monkeypatch, caplog):
+    def refuse(of):
+        raise numba.core.errors.TypingError("not on this machine")
+
+    numba = pytest.importorskip("numba")
+    codecs, counts = (codec_from_spec(spec),), (70_000,)
+    values = [np.random.default_rng(0).standard_normal(70_000).astype(np.float32)]
+    expected = encode_payload(codecs, values)
+    for name in ("ternary_loops", "topk_signs_loops"):
+        monkeypatch.setattr(fast, name, lambda: fast._compiled(refuse))
+    assert encode_payload(codecs, values) == expected
+    check_payload(codecs, expected, counts)
+    assert "codecs run in numpy" in caplog.text

@@ -71,13 +71,14 @@ class RunLoops(NamedTuple):
     decode_into(frame, table, addresses, add): as of a Codec.
     check(frame, table): returns the first row with a slab that the codec's `check` refuses, -1 if there is none.
     energy(frame, table): as of a Codec, of all slabs together.
-    Only where `fast.kernels` has machine code.
+    available(): whether there is machine code for it. Only then, and where `fast.kernels` has some, it is used.
     """
 
     encode: Callable[[Numpy, Numpy, Numpy, Numpy], int] | None
     decode_into: Callable[[Numpy, Numpy, Numpy, bool], None]
     check: Callable[[Numpy, Numpy], int]
     energy: Callable[[Numpy, Numpy], float]
+    available: Callable[[], bool]
     columns: Callable[[int], tuple[int, ...]] = lambda count: ()
 
 

@@ -14,12 +14,15 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from zmqtrain.codecs.codec import INFINITY_BITS, SMALLEST_MAGNITUDE_BITS, SMALLEST_SCALE_BITS
 from zmqtrain.core.installed import how_to_install
+
+Made = TypeVar("Made")
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +69,6 @@ class Kernels(NamedTuple):
     quantize(x, block, 1 / most, largest scale bits, 1 / each scale by its bits, None or most if
       rounded at random, codes, scales): as `_encode_numpy` of quantize.py; returns the largest magnitude's bits.
     write(codes, scales as float32, out, block, add): as `write_blocks` of quantize.py.
-    ternary(addresses int64[rows], table int64[rows, 6], block, sent uint8[k, bytes], frame uint8[bytes], scratch
-      float32[block], scratch int16[block], scratch uint8[5 m]): as `_encode_ternary_numpy` of levels.py, for the slabs
-      of a `RunLoops` table, of the values there less what the frames in `sent` decode to; returns the first row that
-      holds NaN or infinity, or -1.
-    write_ternary(frame uint8, table, addresses, block, add): as `write_blocks` of the digits, slab after slab.
-    write_ternary_slab(digits uint8, scales uint8, out, block, add): the same, of one slab.
-    check_ternary(frame, table, block, largest byte, largest scale bits): the first row with a slab that
-      `_check_ternary` of levels.py refuses, or -1.
-    ternary_energy(frame, table, block): of all slabs, as `energy_of_scales` of codec.py.
     pick(x, least key, kept, scratch int32[n], scratch int32[n], scratch int32[32768] of zeros, places
       int32[kept + 1], values float32[kept]): as `_largest_numpy` of sparsify.py, among the values of the least key
       or more; returns the cut's key and, 16 bits higher, the largest, or -1 if the candidates are too few.
@@ -83,14 +77,6 @@ class Kernels(NamedTuple):
     unpack(buffer, low, first bit of the high parts, bits in all, places int32[k]): reads what `pack` wrote, the same
       way; returns how many places there are, of which k at most are written.
     signs(x, block, scales): the scales of `_encode_signs_numpy` of levels.py; returns the largest magnitude's bits.
-    topk_signs(addresses, table, block, sent, frame, guess int64[2], scratch as of `pick`, rest float32[n], sum
-      float32[n]): as topk and sign encode, one after the other, the slabs of a `RunLoops` table, of the values there
-      less what the frames in `sent` decode to. guess: the last slab's cut, and whether it is a guess at the next one.
-      Returns the first row that holds NaN or infinity, or -1.
-    write_topk_signs(frame, table, addresses, block, add, scratch int32[k], scratch float32[k]): as both decode them.
-    check_topk_signs(frame, table, block, largest scale bits, smallest scale bits, scratch int32[k]): the first row with
-      a slab that one of both refuses, or -1.
-    signs_energy(frame, table, block): of all slabs, as `energy_of_scales` of codec.py.
     scatter(places int32[k], values, out, add): out[places] += values, one after the other; without add: = values.
     step(total, live, rate, parameters, published, rest): a plain step of the hub: parameters += total / live * rate;
       rest = parameters - published.
@@ -98,21 +84,52 @@ class Kernels(NamedTuple):
 
     quantize: Callable[..., int]
     write: Callable[..., None]
-    ternary: Callable[..., int]
-    write_ternary: Callable[..., None]
-    write_ternary_slab: Callable[..., None]
-    check_ternary: Callable[..., int]
-    ternary_energy: Callable[..., float]
     pick: Callable[..., int]
     pack: Callable[..., None]
     unpack: Callable[..., int]
     signs: Callable[..., int]
-    topk_signs: Callable[..., int]
-    write_topk_signs: Callable[..., None]
-    check_topk_signs: Callable[..., int]
-    signs_energy: Callable[..., float]
     scatter: Callable[..., None]
     step: Callable[..., None]
+
+
+class TernaryLoops(NamedTuple):
+    """As `Kernels`, for the slabs of runs that `ternary` codes.
+
+    encode(addresses int64[rows], table int64[rows, 6], block, sent uint8[k, bytes], frame uint8[bytes], scratch
+      float32[block], scratch int16[block], scratch uint8[5 m]): as `_encode_ternary_numpy` of levels.py, for the slabs
+      of a `RunLoops` table, of the values there less what the frames in `sent` decode to; returns the first row that
+      holds NaN or infinity, or -1.
+    write(frame uint8, table, addresses, block, add): as `write_blocks` of the digits, slab after slab.
+    write_slab(digits uint8, scales uint8, out, block, add): the same, of one slab.
+    check(frame, table, block, largest byte, largest scale bits): the first row with a slab that
+      `_check_ternary` of levels.py refuses, or -1.
+    energy(frame, table, block): of all slabs, as `energy_of_scales` of codec.py.
+    """
+
+    encode: Callable[..., int]
+    write: Callable[..., None]
+    write_slab: Callable[..., None]
+    check: Callable[..., int]
+    energy: Callable[..., float]
+
+
+class TopkSignsLoops(NamedTuple):
+    """As `Kernels`, for the slabs of runs that `topk` and `sign` code.
+
+    encode(addresses, table, block, sent, frame, guess int64[2], scratch as of `pick`, rest float32[n], sum
+      float32[n]): as topk and sign encode, one after the other, the slabs of a `RunLoops` table, of the values there
+      less what the frames in `sent` decode to. guess: the last slab's cut, and whether it is a guess at the next one.
+      Returns the first row that holds NaN or infinity, or -1.
+    write(frame, table, addresses, block, add, scratch int32[k], scratch float32[k]): as both decode them.
+    check(frame, table, block, largest scale bits, smallest scale bits, scratch int32[k]): the first row with
+      a slab that one of both refuses, or -1.
+    energy(frame, table, block): of all slabs, as `energy_of_scales` of codec.py.
+    """
+
+    encode: Callable[..., int]
+    write: Callable[..., None]
+    check: Callable[..., int]
+    energy: Callable[..., float]
 
 
 _lock = threading.Lock()
@@ -140,10 +157,18 @@ def kernels(count: int) -> Kernels | None:
     return _loaded if _tried else _load()
 
 
-def machine_code() -> Kernels:
-    """Return the loops, where `kernels` has them."""
-    assert _loaded is not None, "only where there is machine code"
-    return _loaded
+@lru_cache(maxsize=1)
+def ternary_loops() -> TernaryLoops | None:
+    """Return the loops of `ternary`, where `kernels` has some; compiled when they are first asked for. None: they
+    cannot be."""
+    return _compiled(_compile_ternary)
+
+
+@lru_cache(maxsize=1)
+def topk_signs_loops() -> TopkSignsLoops | None:
+    """Return the loops of `topk` and `sign`, where `kernels` has some; compiled when they are first asked for. None:
+    they cannot be."""
+    return _compiled(_compile_topk_signs)
 
 
 def _load() -> Kernels | None:
@@ -159,10 +184,7 @@ def _load() -> Kernels | None:
             text = "the codecs run in numpy, in several times the processor's time and to the same bytes: %s. Type: %s"
             logger.warning(text, error, how_to_install())
         else:
-            try:
-                _loaded = _compile(numba)
-            except numba.core.errors.NumbaError as error:
-                logger.warning("numba %s cannot compile (%s): codecs run in numpy", numba.__version__, error)
+            _loaded = _compiled_with(numba, partial(_compile, numba))
         _tried = True
         return _loaded
 
@@ -220,85 +242,111 @@ def _vector(numba: Any) -> Any:
     return numba.njit(floats_at)
 
 
-def _compile(numba: Any) -> Kernels:
-    global _fetch, _first_one, _floats, _ternary_slab, _write_block, _pick, _pack, _unpack, _signs, _sampled_key
-    global _read_signs, _write_signs, _less_sent, _energy_of_scales
-    _fetch, _first_one, _floats = _prefetch(numba), _trailing_zeros(numba), _vector(numba)
+def _compiled(compile_loops: Callable[[_Compiler], Made]) -> Made | None:
+    with _lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        of = _compiler()
+        return _compiled_with(of.numba, partial(compile_loops, of))
 
-    def given(kind: Any) -> Any:
-        return numba.types.Array(kind, 1, "C", readonly=True)
 
-    def made(kind: Any) -> Any:
-        return numba.types.Array(kind, 1, "C")
+def _compiled_with(numba: Any, compile_loops: Callable[[], Made]) -> Made | None:
+    try:
+        return compile_loops()
+    except numba.core.errors.NumbaError as error:
+        logger.warning("numba %s cannot compile (%s): codecs run in numpy", numba.__version__, error)
+        return None
 
-    def jit(signature: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+
+class _Compiler:
+    """numba, and the types of what the loops are given (readonly) and write."""
+
+    def __init__(self, numba: Any) -> None:
+        def given(kind: Any, dimensions: int = 1, layout: str = "C") -> Any:
+            return numba.types.Array(kind, dimensions, layout, readonly=True)
+
+        def made(kind: Any) -> Any:
+            return numba.types.Array(kind, 1, "C")
+
+        self.numba = numba
+        self.void, self.whole, self.real = numba.void, numba.int64, numba.float64
+        self.single, self.flag = numba.float32, numba.boolean
+        self.x, self.codes, self.places, self.frame = (
+            given(kind) for kind in (numba.float32, numba.int8, numba.int32, numba.uint8)
+        )
+        self.numbers, self.table, self.row = given(numba.int64), given(numba.int64, 2), given(numba.int64, 1, "A")
+        self.frames = given(numba.uint8, 2)
+        self.floats, self.bytes, self.small_codes = made(numba.float32), made(numba.uint8), made(numba.int8)
+        self.units, self.scales, self.written = made(numba.int16), made(numba.uint16), made(numba.int32)
+        self.guess = made(numba.int64)
+
+    def jit(self, signature: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         try:
-            compiled = numba.njit(signature, nogil=True, cache=True, error_model="numpy")(function)
+            compiled = self.numba.njit(signature, nogil=True, cache=True, error_model="numpy")(function)
         except RuntimeError:  # there is no folder where the code could be kept
-            compiled = numba.njit(signature, nogil=True, error_model="numpy")(function)
+            compiled = self.numba.njit(signature, nogil=True, error_model="numpy")(function)
         return compiled  # type: ignore[no-any-return]
 
-    x, codes, scales = given(numba.float32), made(numba.int8), made(numba.uint16)
+
+@lru_cache(maxsize=1)
+def _compiler() -> _Compiler:
+    import numba
+
+    return _Compiler(numba)
+
+
+def _compile(numba: Any) -> Kernels:
+    global _fetch, _first_one, _floats, _pick, _pack, _unpack, _signs, _energy_of_scales
+    _fetch, _first_one, _floats = _prefetch(numba), _trailing_zeros(numba), _vector(numba)
+    of = _compiler()
+    whole, written = of.whole, of.written
     quantize = [
-        numba.int64(x, numba.int64, numba.float32, numba.int64, x, most, codes, scales)
-        for most in (numba.types.none, numba.int64)
+        whole(of.x, whole, of.single, whole, of.x, most, of.small_codes, of.scales)
+        for most in (numba.types.none, whole)
     ]
-    packed = made(numba.uint8)
-    write = numba.void(given(numba.int8), x, made(numba.float32), numba.int64, numba.boolean)
-    whole, byte = numba.int64, given(numba.uint8)
-    numbers, table = given(whole), numba.types.Array(whole, 2, "C", readonly=True)
-    write_ternary = numba.void(byte, table, numbers, whole, numba.boolean)
-    write_slab = numba.void(byte, byte, made(numba.float32), whole, numba.boolean)
-    check_ternary = numba.int64(byte, table, whole, whole, whole)
-    energy = numba.float64(byte, table, whole)
-    sent = numba.types.Array(numba.uint8, 2, "C", readonly=True)
-    ternary = numba.int64(numbers, table, whole, sent, packed, *(made(numba.float32), made(numba.int16), packed))
-    _write_block = jit(
-        numba.void(byte, whole, byte, whole, whole, whole, made(numba.float32), numba.boolean), _write_block
-    )
-    _ternary_slab = jit(
-        numba.int64(
-            *(x, whole, sent, packed, whole, whole),
-            *(made(numba.float32), made(numba.int16), packed),
-        ),
-        _ternary_slab,
-    )
-    written, places, sums = made(numba.int32), given(numba.int32), made(numba.float32)
-    pick = numba.int64(x, numba.int64, numba.int64, written, written, written, written, sums)
-    pack = numba.void(places, numba.int64, numba.int64, packed)
-    unpack = numba.int64(given(numba.uint8), numba.int64, numba.int64, numba.int64, written)
-    signs = numba.int64(x, numba.int64, scales)
-    scatter = numba.void(places, x, sums, numba.boolean)
-    step = numba.void(x, numba.float32, numba.float32, sums, x, sums)
-    _pick, _pack, _unpack, _signs = jit(pick, _pick), jit(pack, _pack), jit(unpack, _unpack), jit(signs, _signs)
-    _energy_of_scales = jit(numba.float64(byte, *(whole,) * 4), _energy_of_scales)
-    _sampled_key = jit(numba.int64(x, whole, whole, written), _sampled_key)
-    one = numba.types.Array(whole, 1, "A", readonly=True)
-    _read_signs = jit(numba.void(byte, one, whole, whole, written, sums), _read_signs)
-    _write_signs = jit(numba.int64(x, whole, packed, whole, whole), _write_signs)
-    _less_sent = jit(numba.void(x, sent, one, whole, whole, written, sums, sums, sums), _less_sent)
-    topk_signs = numba.int64(
-        *(numbers, table, whole, sent, packed, made(whole)),
-        *(written, written, written, written, sums, sums, sums),
-    )
+    _pick = of.jit(whole(of.x, whole, whole, written, written, written, written, of.floats), _pick)
+    _pack = of.jit(of.void(of.places, whole, whole, of.bytes), _pack)
+    _unpack = of.jit(whole(of.frame, whole, whole, whole, written), _unpack)
+    _signs = of.jit(whole(of.x, whole, of.scales), _signs)
+    _energy_of_scales = of.jit(of.real(of.frame, whole, whole, whole, whole), _energy_of_scales)
     return Kernels(
-        jit(quantize, _quantize),
-        jit(write, _write),
-        jit(ternary, _ternary),
-        jit(write_ternary, _write_ternary),
-        jit(write_slab, _write_ternary_slab),
-        jit(check_ternary, _check_ternary),
-        jit(energy, _ternary_energy),
+        of.jit(quantize, _quantize),
+        of.jit(of.void(of.codes, of.x, of.floats, whole, of.flag), _write),
         _pick,
         _pack,
         _unpack,
         _signs,
-        jit(topk_signs, _topk_signs),
-        jit(numba.void(byte, table, numbers, whole, numba.boolean, written, sums), _write_topk_signs),
-        jit(numba.int64(byte, table, whole, whole, whole, written), _check_topk_signs),
-        jit(energy, _signs_energy),
-        jit(scatter, _scatter),
-        jit(step, _step),
+        of.jit(of.void(of.places, of.x, of.floats, of.flag), _scatter),
+        of.jit(of.void(of.x, of.single, of.single, of.floats, of.x, of.floats), _step),
+    )
+
+
+def _compile_ternary(of: _Compiler) -> TernaryLoops:
+    global _write_block, _ternary_slab
+    whole, scratch = of.whole, (of.floats, of.units, of.bytes)
+    _write_block = of.jit(of.void(of.frame, whole, of.frame, whole, whole, whole, of.floats, of.flag), _write_block)
+    _ternary_slab = of.jit(whole(of.x, whole, of.frames, of.bytes, whole, whole, *scratch), _ternary_slab)
+    return TernaryLoops(
+        of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, *scratch), _ternary),
+        of.jit(of.void(of.frame, of.table, of.numbers, whole, of.flag), _write_ternary),
+        of.jit(of.void(of.frame, of.frame, of.floats, whole, of.flag), _write_ternary_slab),
+        of.jit(whole(of.frame, of.table, whole, whole, whole), _check_ternary),
+        of.jit(of.real(of.frame, of.table, whole), _ternary_energy),
+    )
+
+
+def _compile_topk_signs(of: _Compiler) -> TopkSignsLoops:
+    global _sampled_key, _read_signs, _write_signs, _less_sent
+    whole, written, floats = of.whole, of.written, of.floats
+    _sampled_key = of.jit(whole(of.x, whole, whole, written), _sampled_key)
+    _read_signs = of.jit(of.void(of.frame, of.row, whole, whole, written, floats), _read_signs)
+    _write_signs = of.jit(whole(of.x, whole, of.bytes, whole, whole), _write_signs)
+    _less_sent = of.jit(of.void(of.x, of.frames, of.row, whole, whole, written, floats, floats, floats), _less_sent)
+    scratch = (written, written, written, written, floats, floats, floats)
+    return TopkSignsLoops(
+        of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, of.guess, *scratch), _topk_signs),
+        of.jit(of.void(of.frame, of.table, of.numbers, whole, of.flag, written, floats), _write_topk_signs),
+        of.jit(whole(of.frame, of.table, whole, whole, whole, written), _check_topk_signs),
+        of.jit(of.real(of.frame, of.table, whole), _signs_energy),
     )
 
 

@@ -307,8 +307,8 @@ def ternary(block: int = 128) -> Codec:
 
     def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
         packed, scales = arrays
-        if out.flags.c_contiguous and out.flags.aligned and (kernels := fast.kernels(out.size)):
-            kernels.write_ternary_slab(packed, scales.view(np.uint8), out, block, add)
+        if out.flags.c_contiguous and out.flags.aligned and fast.kernels(out.size) and _has_loops():
+            _loops().write_slab(packed, scales.view(np.uint8), out, block, add)
         else:
             write_blocks(_unpack_digits(packed)[: out.size], scales, out, block, add)
 
@@ -320,16 +320,16 @@ def ternary(block: int = 128) -> Codec:
         return _encode_run(addresses, table, block, sent, frame)
 
     def write_run(frame: Numpy, table: Numpy, addresses: Numpy, add: bool) -> None:
-        fast.machine_code().write_ternary(frame, table, addresses, block, add)
+        _loops().write(frame, table, addresses, block, add)
 
     def check_run(frame: Numpy, table: Numpy) -> int:
-        return fast.machine_code().check_ternary(frame, table, block, _LARGEST_BYTE, LARGEST_MEAN_BITS)
+        return _loops().check(frame, table, block, _LARGEST_BYTE, LARGEST_MEAN_BITS)
 
     def energy_of_run(frame: Numpy, table: Numpy) -> float:
-        return fast.machine_code().ternary_energy(frame, table, block)
+        return _loops().energy(frame, table, block)
 
     codec = plain_codec(name, layout, encode, decode, write, check, (1, 1, block))
-    return codec._replace(loops=RunLoops(encode_run, write_run, check_run, energy_of_run))
+    return codec._replace(loops=RunLoops(encode_run, write_run, check_run, energy_of_run, _has_loops))
 
 
 def _check_ternary(packed: Numpy, scales: Numpy, count: int, name: str) -> None:
@@ -341,11 +341,21 @@ def _check_ternary(packed: Numpy, scales: Numpy, count: int, name: str) -> None:
             raise CodecError(f"{name}: a digit after the last value is not 0")
 
 
+def _has_loops() -> bool:
+    return fast.ternary_loops() is not None
+
+
+def _loops() -> fast.TernaryLoops:
+    loops = fast.ternary_loops()
+    assert loops is not None, "used only where there are some"
+    return loops
+
+
 def _encode_run(addresses: Numpy, table: Numpy, block: int, sent: Numpy, frame: Numpy) -> int:
     rest, units = _scratch.take("rest", block, np.float32), _scratch.take("units", block, np.int16)
     longest = int(table[:, _VALUES].max())
     digits = _scratch.take("digits", block_count(longest, _DIGITS) * _DIGITS, np.uint8)
-    return fast.machine_code().ternary(addresses, table, block, sent, frame, rest, units, digits)
+    return _loops().encode(addresses, table, block, sent, frame, rest, units, digits)
 
 
 _VALUES = 2  # the column of a run's table
@@ -407,7 +417,7 @@ def _decode_ternary(packed: Array, scales: Array, count: int, block: int) -> Arr
 def _encode_ternary_numpy(x: Numpy, block: int) -> tuple[Array, Array]:
     x = plain(x)
     width, blocks = block_count(x.size, _DIGITS), block_count(x.size, block)
-    if fast.kernels(x.size):
+    if fast.kernels(x.size) and _has_loops():
         first = width + width % 2  # of the scales, 16 bits each
         buffer = np.empty(first + 2 * blocks, np.uint8)
         table = np.array([[0, 1, x.size, 0, 0, first]], np.int64)

@@ -137,7 +137,9 @@ class PayloadPlan:
     def loops(self, run: Run) -> RunLoops | None:
         """Return what does all slabs of a run at once; None: they are done one by one."""
         loops = self.slabs[run.slabs.start].codec.loops
-        return loops if loops is not None and fast.kernels(len(run.slabs) * int(run.table[0, 2])) else None
+        if loops is None or not fast.kernels(len(run.slabs) * int(run.table[0, 2])) or not loops.available():
+            return None
+        return loops
 
     @property
     def runs(self) -> Sequence[Run]:

@@ -472,7 +472,7 @@ def _loops_with_signs(kept: Callable[[int], int], guess: _Guess, block: int) -> 
 
     def encode(addresses: Numpy, table: Numpy, frame: Numpy, sent: Numpy) -> int:
         state, memory = np.array([guess.cut, guess.steady], np.int64), _candidates
-        row = fast.machine_code().topk_signs(
+        row = _loops().encode(
             *(addresses, table, block, sent, frame, state, memory.places, memory.keys, memory.histogram),
             *(memory.picked, memory.values, memory.rest, memory.sum),
         )
@@ -480,19 +480,21 @@ def _loops_with_signs(kept: Callable[[int], int], guess: _Guess, block: int) -> 
         return row
 
     def write(frame: Numpy, table: Numpy, addresses: Numpy, add: bool) -> None:
-        fast.machine_code().write_topk_signs(
-            frame, table, addresses, block, add, _candidates.picked, _candidates.values
-        )
+        _loops().write(frame, table, addresses, block, add, _candidates.picked, _candidates.values)
 
     def check(frame: Numpy, table: Numpy) -> int:
-        return fast.machine_code().check_topk_signs(
-            frame, table, block, LARGEST_MEAN_BITS, SMALLEST_MEAN_BITS, _candidates.picked
-        )
+        return _loops().check(frame, table, block, LARGEST_MEAN_BITS, SMALLEST_MEAN_BITS, _candidates.picked)
 
     def energy(frame: Numpy, table: Numpy) -> float:
-        return fast.machine_code().signs_energy(frame, table, block)
+        return _loops().energy(frame, table, block)
 
-    return RunLoops(encode, write, check, energy, columns)
+    return RunLoops(encode, write, check, energy, lambda: fast.topk_signs_loops() is not None, columns)
+
+
+def _loops() -> fast.TopkSignsLoops:
+    loops = fast.topk_signs_loops()
+    assert loops is not None, "used only where there are some"
+    return loops
 
 
 class _Guess(threading.local):
