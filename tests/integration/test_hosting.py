@@ -102,8 +102,7 @@ def test_shards_are_served_by_nodes_and_what_is_left_by_the_hub_and_the_model_is
         np.testing.assert_allclose(model[name], params[name], atol=1e-6)
     assert any((best[name] != model[name]).any() for name in params), "some versions before"
     steps, last = best["wide"] / RISES, model["wide"] / RISES  # that each shard's part of both stands for
-    assert last.min() > 0.7 * last.max(), "all parts of the last version have taken about as many steps"
-    assert (steps < last).all() and steps.min() > 0.7 * steps.max()
+    assert (steps < last).all() and (steps > 0.3 * last).all(), "each shard's part is of then, not of the beginning"
     assert loss(best, held_out) < loss(parameters(), held_out) / 2
 
 

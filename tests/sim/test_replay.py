@@ -183,10 +183,13 @@ def test_a_broker_that_was_killed_is_replayed_as_far_as_its_record_goes(record, 
 def test_another_order_of_arrival_is_another_model(record, program):
     run = record(3, release="count:contributions=3", codec="float32", broadcast_codec="float32")
     assert run.replay(program).difference == ""
-    release = run.releases()[2]
-    assert len(release["contributions"]) == 3
-    release["contributions"].reverse()  # the sum of floats depends on it
-    assert run.replay(program).difference == "the aggregate to version 3 has other bytes"
+    for release in run.releases():  # the sum of floats depends on it, but not that of any three: the model is tiny
+        assert len(release["contributions"]) == 3
+        release["contributions"].reverse()
+        if difference := run.replay(program).difference:
+            assert re.fullmatch(r"the aggregate to version \d+ has other bytes", difference)
+            return
+    pytest.fail("no order mattered")
 
 
 def test_an_order_that_cannot_have_been_is_said_to_be_none(record, program):

@@ -157,14 +157,12 @@ def kernels(count: int) -> Kernels | None:
     return _loaded if _tried else _load()
 
 
-@lru_cache(maxsize=1)
 def ternary_loops() -> TernaryLoops | None:
     """Return the loops of `ternary`, where `kernels` has some; compiled when they are first asked for. None: they
     cannot be."""
     return _compiled(_compile_ternary)
 
 
-@lru_cache(maxsize=1)
 def topk_signs_loops() -> TopkSignsLoops | None:
     """Return the loops of `topk` and `sign`, where `kernels` has some; compiled when they are first asked for. None:
     they cannot be."""
@@ -242,11 +240,19 @@ def _vector(numba: Any) -> Any:
     return numba.njit(floats_at)
 
 
+_groups: dict[Callable[[_Compiler], Any], Any] = {}
+
+
 def _compiled(compile_loops: Callable[[_Compiler], Made]) -> Made | None:
-    with _lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        of = _compiler()
-        return _compiled_with(of.numba, partial(compile_loops, of))
+    """Return what this compiles, once in a process, whichever threads ask at the same time."""
+    if compile_loops not in _groups:
+        with _lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if compile_loops not in _groups:
+                of = _compiler()
+                _groups[compile_loops] = _compiled_with(of.numba, partial(compile_loops, of))
+    found: Made | None = _groups[compile_loops]
+    return found
 
 
 def _compiled_with(numba: Any, compile_loops: Callable[[], Made]) -> Made | None:
