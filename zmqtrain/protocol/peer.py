@@ -637,6 +637,8 @@ class Peer:
             return self._lose_hub(*mismatch, now, now + REFUSED_HELLO_SECONDS)
         self.term, self.called = welcome.term, welcome.called
         self.search.know(welcome.standby)
+        self.shard, self.shards, self.run_samples = welcome.shard, welcome.shards, welcome.samples
+        # what other threads wait for comes last
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
         if self.whole and self.settings.shards == AUTO_SHARDS:
             self.divided(1)
@@ -645,7 +647,6 @@ class Peer:
         for schedule in welcome.schedules:
             self.timetable.add(schedule_from_plain(schedule))
         self.run_model, self.run_version = model_from_wire(welcome.model), welcome.version
-        self.shard, self.shards, self.run_samples = welcome.shard, welcome.shards, welcome.samples
         self._move(Welcome)
         self.obstacle = ""
         self.search.backoff.reset()
