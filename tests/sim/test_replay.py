@@ -187,7 +187,8 @@ def test_another_order_of_arrival_is_another_model(record, program):
         assert len(release["contributions"]) == 3
         release["contributions"].reverse()
         if difference := run.replay(program).difference:
-            assert re.fullmatch(r"the aggregate to version \d+ has other bytes", difference)
+            found = re.fullmatch(r"the aggregate to version (\d+) has other bytes", difference)
+            assert found and int(found[1]) >= release["version"]  # or one after it, if that sum rounds to the same
             return
     pytest.fail("no order mattered")
 

@@ -306,10 +306,6 @@ class SlabEncoder:
             part = values.part(slab)
             self.encode(number, part if sent is None else sent.subtract(part, number, slab, run.frame))
 
-    def sections(self, number: int) -> list[memoryview]:
-        """Return the buffers of a slab that is encoded."""
-        return _sections(self._views[number], self.plan.slabs[number])
-
     def add(self, run: Run, out: Values) -> None:
         """Decode the slabs of a run that is encoded, onto their values in `out`."""
         with np.errstate(over="ignore"):
