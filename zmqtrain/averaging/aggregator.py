@@ -36,6 +36,7 @@ from zmqtrain.averaging.coder import (
     snapshot_frames,
     snapshot_size,
 )
+from zmqtrain.averaging.compiling import compile_codecs
 from zmqtrain.averaging.gate import DeltaGate
 from zmqtrain.averaging.held_rounds import DeltaMeter, EncodedRound, Held, HeldRound, OuterStep
 from zmqtrain.averaging.snapshot import check_optimizer_state, check_snapshot_sizes, digest_of, split_snapshot
@@ -218,6 +219,7 @@ class Aggregator:
         self._moments.clear()
         self.meter.begin()
         self._round.begin(len(flats))
+        compile_codecs(self.layout, self.settings)
         self._round.remember(version, self.published, range(len(flats)))
 
     def _fresh_states(self, fragment: int) -> list[State]:

@@ -2,8 +2,8 @@
 
 Rule 1: numba is installed with zmqtrain wherever it has a release. Without it the numpy twins run, after a warning, and
 a law in the tests holds the bytes equal.
-Rule 2: numba is imported when the first large slab comes, never earlier: importing costs half a second, compiling a few
-seconds, once on a machine (the code is kept beside this file, or in the user's cache).
+Rule 2: numba is imported when a run with large payloads begins, never earlier: importing costs half a second,
+compiling some ten, once on a machine (the code is kept beside this file, or in the user's cache).
 Rule 3: no fast-math and no fused multiply-add: Rule 1 of codec.py holds here too.  Rule 4: one thread, without the GIL.
 """
 

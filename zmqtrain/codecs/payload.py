@@ -73,10 +73,12 @@ RUN_VALUES = 1 << 18
 class Run:
     """Slabs in a row that one call of a codec can do: of one frame and of one codec.
 
-    frame: its number.  table: its rows, as `RunLoops` takes them.  segments: of which each row is.
+    values: that all have together.  frame: its number.  table: its rows, as `RunLoops` takes them.  segments: of which
+    each row is.
     """
 
     slabs: range
+    values: int
     frame: int
     table: NDArray[np.int64]
     segments: tuple[int, ...]
@@ -137,7 +139,7 @@ class PayloadPlan:
     def loops(self, run: Run) -> RunLoops | None:
         """Return what does all slabs of a run at once; None: they are done one by one."""
         loops = self.slabs[run.slabs.start].codec.loops
-        if loops is None or not fast.kernels(len(run.slabs) * int(run.table[0, 2])) or not loops.available():
+        if loops is None or not fast.kernels(run.values) or not loops.available():
             return None
         return loops
 
@@ -206,7 +208,8 @@ def _run(slabs: Sequence[Slab], frame: int, numbers: range) -> Run:
         columns = () if slab.codec.loops is None else slab.codec.loops.columns(slab.values)
         table.append([slab.start, 1, slab.values, stride, *(section.start for section in slab.sections), *columns])
         segments.append(slab.segment)
-    return Run(numbers, frame, np.array(table, np.int64), tuple(segments))
+    values = slabs[numbers[-1]].end - slabs[numbers[0]].start
+    return Run(numbers, values, frame, np.array(table, np.int64), tuple(segments))
 
 
 def _align(size: int) -> int:
@@ -221,6 +224,14 @@ def payload_size(codecs: Sequence[Codec], counts: Sequence[int]) -> int:
 def initial_states(codecs: Sequence[Codec], counts: Sequence[int]) -> list[State]:
     """Return the state of every slab, as `encode_payload` keeps it."""
     return [slab.codec.init(slab.values) for slab in plan_payload(tuple(codecs), tuple(counts)).slabs]
+
+
+def compile_loops(codecs: Sequence[Codec], counts: Sequence[int]) -> None:
+    """Have the machine code for such a payload made now, where there is some, and not while its run waits."""
+    plan = plan_payload(tuple(codecs), tuple(counts))
+    for run in plan.runs:
+        plan.loops(run)
+    fast.kernels(max((slab.values for slab in plan.slabs), default=0))
 
 
 class Each(Protocol):

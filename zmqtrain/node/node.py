@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zmqtrain.averaging.coder import DeltaCoder, Encoded
-from zmqtrain.codecs.fast import LARGE_SLAB, kernels
+from zmqtrain.averaging.compiling import compile_codecs
+from zmqtrain.codecs.fragment import layout_of
 from zmqtrain.core.errors import (
     AggregateTimeout,
     CodecError,
@@ -467,7 +468,7 @@ class Node(NullListener):
         if self.settings.shards != AUTO_SHARDS:
             self._make_coder(model)
         elif not self._virtual:
-            _compile_for(model)
+            compile_codecs(layout_of(model, replace(self.settings, shards=1)), self.settings)
         self._model = model
         resuming = None
         if self.checkpoint is not None:
@@ -494,8 +495,10 @@ class Node(NullListener):
 
     def make_coder(self, model: ModelSpec) -> DeltaCoder:
         """Return the coder of the deltas of this model."""
-        _compile_for(model)
-        return DeltaCoder(model, self.settings, self.codec.device_coder(), self.shard)
+        coder = DeltaCoder(model, self.settings, self.codec.device_coder(), self.shard)
+        if coder.device is None:
+            compile_codecs(coder.layout, self.settings)
+        return coder
 
     def has_joined(self) -> bool:
         """Return whether the hub has answered; for a node that goes on from a checkpoint, whether it may."""
@@ -867,12 +870,6 @@ class Node(NullListener):
         """Compile for one fragment, then for the next ones, after the jobs that have come meanwhile."""
         if self.codec.warm_up(fragment):
             self.in_codec(lambda: self._warm_up(fragment + 1))
-
-
-def _compile_for(model: ModelSpec) -> None:
-    """Compile what codes large leaves now, once on a machine, and not in the first exchange."""
-    if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
-        kernels(LARGE_SLAB)
 
 
 def open_node(options: NodeOptions, dialer: Dialer, saved: SavedNode | None = None, first: Node | None = None) -> Node:

@@ -1,0 +1,87 @@
+"""The machine code of a run's codecs: made before the run begins, by one program of a PC at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from zmqtrain.averaging import compiling
+from zmqtrain.averaging.aggregator import Aggregator
+from zmqtrain.averaging.coder import encode_snapshot
+from zmqtrain.codecs import fast
+from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.payload import encode_payload
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
+
+SETTINGS = RunSettings(codec="topk:density=0.05+sign", broadcast_codec="ternary")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The codecs whose loops are asked for from now on, as in a process that has asked for none."""
+    asked: list[str] = []
+
+    def asks(name: str, loops: Callable[[], object]) -> Callable[[], object]:
+        def ask() -> object:
+            asked.append(name)
+            return loops()
+
+        return ask
+
+    monkeypatch.setattr(compiling, "_compiled", set())
+    monkeypatch.setattr(fast, "ternary_loops", asks("ternary", fast.ternary_loops))
+    monkeypatch.setattr(fast, "topk_signs_loops", asks("topk+sign", fast.topk_signs_loops))
+    return asked
+
+
+def begin_run(values: int) -> None:
+    aggregator = Aggregator(SETTINGS)
+    aggregator.plan((LeafSpec("w", (values,), "float32"),))
+    aggregator.found(encode_snapshot(aggregator.layout, aggregator.layout.split([np.zeros(values, np.float32)])))
+
+
+def test_a_hub_has_the_code_of_both_codecs_before_it_serves_the_first_parameters(asked: list[str]) -> None:
+    if fast.kernels(fast.LARGE_SLAB) is None:
+        pytest.skip("numba is not installed")
+    begin_run(fast.LARGE_SLAB)
+    assert {*asked} == {"ternary", "topk+sign"}
+    asked.clear()
+    begin_run(fast.LARGE_SLAB)
+    assert not asked  # once in a process
+
+
+def test_a_small_model_of_many_leaves_does_not_wait_for_a_compiler(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast, "_tried", False)  # as in a process that has coded nothing yet
+    monkeypatch.setattr(fast, "_load", lambda: asked.append("numba"))
+    begin_run(fast.LARGE_SLAB - 1)
+    codecs, counts = [codec_from_spec("ternary")] * 11, [fast.LARGE_SLAB - 200, *[10] * 10]
+    encode_payload(codecs, [np.zeros(count, np.float32) for count in counts])
+    assert not asked
+
+
+def test_a_program_waits_for_another_that_compiles_but_not_without_end(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+    run = threading.Thread(target=lambda: (began.set(), begin_run(fast.LARGE_SLAB)))
+    with open(fast.__file__, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        run.start()
+        assert began.wait(60)
+        run.join(0.2)
+        assert run.is_alive() and not asked
+    run.join(60)
+    assert not run.is_alive() and compiling._compiled
+    monkeypatch.setattr(compiling, "_compiled", set())
+    monkeypatch.setattr(compiling, "WAIT_SECONDS", 0.0)
+    with open(fast.__file__, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        begin_run(fast.LARGE_SLAB)  # the other stands still
+    assert compiling._compiled

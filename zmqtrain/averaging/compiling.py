@@ -1,0 +1,64 @@
+"""The machine code of a run's codecs, made before the run begins: on a new PC that takes some ten seconds.
+
+Rule 1: of the programs of one PC, one compiles at a time. The others then find the code on the disk, and none does the
+same work again.  Rule 2: nobody waits without end for a program that stands still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import time
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from zmqtrain.averaging.coder import codecs_and_counts
+from zmqtrain.codecs import fast
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.payload import compile_loops
+from zmqtrain.core.settings import RunSettings
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS, LOOK_SECONDS, LONG_SECONDS = 60.0, 0.05, 3.0
+
+_compiled: set[str] = set()
+"""The codecs of which this process has all code."""
+
+
+def compile_codecs(layout: Layout, settings: RunSettings) -> None:
+    """Have the code made for the deltas and the aggregates with which a run begins, if the model is large enough."""
+    at_first = settings.at_first
+    wanted = {at_first.codec, at_first.broadcast_codec} - _compiled
+    payloads = [codecs_and_counts(layout, codec, part) for codec in sorted(wanted) for part in range(layout.fragments)]
+    if max((sum(counts) for _, counts in payloads), default=0) < fast.LARGE_SLAB:
+        return
+    began = time.monotonic()
+    with _alone():
+        for codecs, counts in payloads:
+            compile_loops(codecs, counts)
+    _compiled.update(wanted)
+    if (seconds := time.monotonic() - began) > LONG_SECONDS:
+        logger.info("the codecs' machine code was made in %.0f s; from now on it is found on the disk", seconds)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """While this lasts, no other program of this PC compiles; one that has waited too long does."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the file cannot be read, or its file system has no locks
+            source = stack.enter_context(open(fast.__file__, "rb"))
+            until = time.monotonic() + WAIT_SECONDS
+            while not _lock(source) and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+        yield
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock a file until it is closed; False if another program has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
