@@ -126,9 +126,12 @@ CODECS = (
     *("float32", "bf16", "int8", "int8:block=3", "int4", "int4:block=5", "ternary", "ternary:block=7"),
     *("sign", "sign:block=9", "int2", "topk:density=0.1+float32", "topk:density=0.3+int8", "dct+topk:density=0.2+int8"),
     *("lowrank:rank=2", "int8s:block=4", "int4s", "blocktopk:keep=3+int4", "randomk:density=0.3+sign"),
-    "int8:fragments=3",
+    *("int8:fragments=3", "topk:density=0.3+sign:block=9", "topk:density=0.05+sign"),
 )
-COUNTS = (1, 2, 5, 8, 17, 40, 257)
+COUNTS = ((1,), (2,), (5,), (8,), (17,), (40,), (257,), (40, 5, 257), (8, 8, 300, 300))
+"""The values of each segment of a payload."""
+SEALED = next(number for number in range(128, 256) if number % len(COUNTS) == 0)
+"""Added to the number of what is sealed again after it was changed."""
 GUARD = 64
 """Values before and after what is decoded, which nobody may touch."""
 
@@ -144,14 +147,14 @@ def _run_payload(data: bytes) -> int:
     codecs = _codecs()
     count = 0
     for who, frames in records:
-        codec, values = codecs[choice % len(codecs)], COUNTS[who % len(COUNTS)]
-        plan = plan_payload((codec,), (values,))
+        codec, counts = codecs[choice % len(codecs)], COUNTS[who % len(COUNTS)]
+        plan = plan_payload((codec,) * len(counts), counts)
         for frame in frames:
             count += 1
             sealed = bytearray(frame)
             if who & 128 and len(sealed) >= 16:  # past the checksum
                 seal_frame(plan, plan.frames[0], sealed)
-            results = [_decode(codec, bytes(sealed), values, machine) for machine in _ways()]
+            results = [_decode(codec, bytes(sealed), counts, machine) for machine in _ways()]
             assert all(result == results[0] for result in results), f"{codec.name}: numpy and machine code differ"
     return count
 
@@ -166,17 +169,18 @@ def _ways() -> tuple[bool, ...]:
     return (False, True)
 
 
-def _decode(codec: Codec, frame: bytes, values: int, machine: bool) -> tuple[bytes, bytes] | str:
+def _decode(codec: Codec, frame: bytes, counts: tuple[int, ...], machine: bool) -> tuple[bytes, bytes] | str:
     fast.use(machine)
+    codecs, values = (codec,) * len(counts), sum(counts)
     try:
-        check_payload((codec,), [frame], (values,))
+        check_payload(codecs, [frame], counts)
     except CodecError as error:
         return type(error).__name__
     decoded = []
     for add in (False, True):
         room = np.full(values + 2 * GUARD, 12345.0, np.float32)
         out = room[GUARD : GUARD + values]
-        decode_payload((codec,), [frame], (values,), out=out, add=add, checked=True)
+        decode_payload(codecs, [frame], counts, out=out, add=add, checked=True)
         assert (room[:GUARD] == 12345.0).all() and (room[-GUARD:] == 12345.0).all(), "written beyond its place"
         assert np.isfinite(out).all(), "what was checked is not finite"
         decoded.append(out.tobytes())
@@ -188,10 +192,11 @@ def _payloads() -> list[bytes]:
     random = np.random.default_rng(0)
     for choice, codec in enumerate(_codecs()):
         records = []
-        for place, values in enumerate(COUNTS):
-            flat = random.standard_normal(values, dtype=np.float32)
-            records.append((place, tuple(map(bytes, encode_payload((codec,), [flat])))))
-        inputs.append(pack_session(choice, [(who + sealed, frames) for who, frames in records for sealed in (0, 133)]))
+        for place, counts in enumerate(COUNTS):
+            segments = [random.standard_normal(count, dtype=np.float32) for count in counts]
+            records.append((place, tuple(map(bytes, encode_payload((codec,) * len(counts), segments)))))
+        records += [(place + SEALED, frames) for place, frames in records]
+        inputs.append(pack_session(choice, records))
     return inputs
 
 

@@ -147,6 +147,39 @@ def test_a_restored_hub_goes_on_with_the_same_bits():
     assert equal(again.parameters, aggregator.parameters) and equal(again.published, aggregator.published)
 
 
+def test_what_was_published_at_a_moment_is_given_and_nothing_else_if_that_is_not_known():
+    aggregator = founded(fragments=1)
+    published = {}
+
+    def step(one, now):
+        add(one, 0, int(now))
+        released = release(one, (0,), live=1)
+        one.came(now)
+        published[now] = one.published[0].copy()
+        return released
+
+    def given(one, moment):
+        parts = []
+        one.give_leaves(lambda shard, shards, leaves: parts.append((shard, shards, leaves)), moment)
+        return [
+            (shard, shards, np.concatenate([leaf.ravel() for leaf in leaves.values()]))
+            for shard, shards, leaves in parts
+        ]
+
+    aggregator.came(1.0)
+    for now in (2.0, 3.0):
+        step(aggregator, now)
+    for moment, at in ((2.0, 2.0), (2.9, 2.0), (3.0, 3.0), (9.0, 3.0)):
+        ((shard, shards, values),) = given(aggregator, moment)
+        assert (shard, shards) == (0, 1) and np.allclose(values, published[at], atol=1e-6)
+    assert np.allclose(given(aggregator, 1.5)[0][2], random_flats(0, 1)[0], atol=1e-6), "since it was founded"
+    assert not given(aggregator, 0.5)
+    again = restored(aggregator)
+    again.came(4.0)
+    assert not given(again, 3.5), "what it was restored with may be of a later moment"
+    assert np.array_equal(given(again, 4.0)[0][2], published[3.0])
+
+
 @pytest.mark.parametrize("crash", ["restored", "replayed"])
 def test_after_a_restart_a_late_delta_is_corrected_as_if_the_hub_had_gone_on(crash):
     aggregator = founded(staleness="compensation:strength=0.5,versions=4", broadcast="ternary:block=128")

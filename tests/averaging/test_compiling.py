@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from zmqtrain.averaging import compiling
-from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import codec_from_spec
-from zmqtrain.codecs.payload import encode_payload
+from zmqtrain.codecs.fragment import layout_of
+from zmqtrain.codecs.payload import compile_loops, encode_payload
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
 
@@ -39,20 +38,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def begin_run(values: int) -> None:
-    aggregator = Aggregator(SETTINGS)
-    aggregator.plan((LeafSpec("w", (values,), "float32"),))
-    aggregator.found(encode_snapshot(aggregator.layout, aggregator.layout.split([np.zeros(values, np.float32)])))
+def begin_run(values: int, settings: RunSettings = SETTINGS) -> None:
+    compiling.compile_codecs(layout_of((LeafSpec("w", (values,), "float32"),), settings), settings)
 
 
-def test_a_hub_has_the_code_of_both_codecs_before_it_serves_the_first_parameters(asked: list[str]) -> None:
+@pytest.mark.parametrize("settings", [SETTINGS, RunSettings(shards=1)], ids=["said", "planned"])
+def test_the_code_of_all_codecs_of_a_run_is_made_once(asked: list[str], settings: RunSettings) -> None:
     if fast.kernels(fast.LARGE_SLAB) is None:
         pytest.skip("numba is not installed")
-    begin_run(fast.LARGE_SLAB)
+    begin_run(fast.LARGE_SLAB, settings)
     assert {*asked} == {"ternary", "topk+sign"}
     asked.clear()
-    begin_run(fast.LARGE_SLAB)
-    assert not asked  # once in a process
+    begin_run(fast.LARGE_SLAB, settings)
+    assert not asked
+
+
+def test_leaves_that_are_small_alone_have_the_code_of_their_sum(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub steps parts of many leaves at once."""
+    counts: list[int] = []
+    monkeypatch.setattr(fast, "kernels", counts.append)
+    for codec in ("int8", "float32"):
+        compile_loops([codec_from_spec(codec)] * 100, [1000] * 100)
+    assert counts.count(100_000) == 2
 
 
 def test_a_small_model_of_many_leaves_does_not_wait_for_a_compiler(

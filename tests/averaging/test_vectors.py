@@ -83,10 +83,11 @@ def test_segments_lie_in_one_memory_which_any_of_them_holds():
     for number, segment in enumerate(segments):
         assert (segment == number).all() and address(segment) % ALIGNMENT_BYTES == 0
     first = address(segments[0])
-    del segments[1:], segment
+    one = segments[0]
+    del segments, segment
     other = vectors.take(sum(counts) + 64)
     assert address(other) != first  # one segment holds all of the memory
-    del segments
+    del one
     assert address(vectors.take(sum(counts) + 64)) == first
 
 

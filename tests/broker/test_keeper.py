@@ -405,12 +405,48 @@ def test_of_several_brokers_a_version_is_the_best_once_the_parts_of_all_are_here
     assert keeper._best is None and not keeper.lacks_parts
 
 
+def test_a_part_that_nobody_has_any_more_is_not_asked_for_without_end(tmp_path, caplog):
+    keeper = Keeper(tmp_path)
+    aggregator = SimpleNamespace(
+        layout=SimpleNamespace(shard=(0, 2)),
+        published_at=lambda version: [np.zeros(2, np.float32)],
+        leaves=lambda flats: {"w": flats[0]},
+        moment_of=lambda version: 10.0 * version,
+    )
+    assert keeper.is_best(1, 0.5) and keeper.keep_best(1, {"loss": 0.5}, 8, aggregator)
+    keeper.keep_part(1, 1, 2, {"w": np.ones(2, np.float32)})
+    assert keeper.is_best(2, 0.4) and keeper.keep_best(2, {"loss": 0.4}, 8, aggregator)
+    assert not keeper.is_best(3, 0.45)
+    for _ in range(keeper_module.MOST_ASKED + 1):
+        assert keeper.lacks_parts
+        keeper.ask_for_parts(lambda take, shards, moment: None)
+    assert not keeper.lacks_parts and keeper._best.version == 1
+    assert "not all brokers gave their parts" in caplog.text
+    assert keeper.is_best(4, 0.45) and not keeper.is_best(5, 0.5)
+
+
 def test_a_version_that_is_worse_than_one_still_to_be_kept_is_not_the_best(tmp_path, caplog):
     keeper, nothing = Keeper(tmp_path), SimpleNamespace(published_at={}.get)
     assert keeper.is_best(1, 0.5) and keeper.is_best(2, 0.4) and not keeper.is_best(3, 0.45)
     assert not keeper.keep_best(2, {"loss": 0.4}, 8, nothing)
     assert "too old to be kept" in caplog.text
     assert keeper.is_best(4, 0.45), "the better one is lost"
+
+
+def test_one_that_was_lost_lets_no_worse_one_displace_what_is_still_to_be_kept(tmp_path):
+    keeper, known = Keeper(tmp_path), {}
+    aggregator = SimpleNamespace(
+        layout=SimpleNamespace(shard=(0, 1)),
+        published_at=known.get,
+        leaves=lambda flats: {"w": flats[0]},
+        moment_of=lambda version: 10.0 * version,
+    )
+    assert keeper.is_best(1, 0.5) and keeper.is_best(2, 0.4)  # both wait for the codec's thread
+    assert not keeper.keep_best(1, {"loss": 0.5}, 8, aggregator)
+    known.update({2: [np.zeros(2, np.float32)], 3: [np.ones(2, np.float32)]})
+    assert keeper.is_best(3, 0.45)
+    assert keeper.keep_best(2, {"loss": 0.4}, 8, aggregator)
+    assert not keeper.keep_best(3, {"loss": 0.45}, 8, aggregator) and keeper._best.version == 2
 
 
 def test_where_the_last_version_is_not_whole_the_best_is_written_alone(tmp_path):
@@ -423,6 +459,9 @@ def test_where_the_last_version_is_not_whole_the_best_is_written_alone(tmp_path)
     run.keeper.choose(tmp_path / "model.safetensors", whole=False)
     assert load_file(tmp_path / "model.safetensors")["w"][0] == before
     assert load_file(tmp_path / "model-best.safetensors")["w"][0] == 5.0
+    run.keeper.forget_best()
+    run.keeper.choose(tmp_path / "model.safetensors", whole=False)
+    assert load_file(tmp_path / "model-best.safetensors")["w"][0] == 5.0, "nothing took its place"
 
 
 def test_without_room_for_the_best_version_the_model_is_still_the_last_one(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import decode_payload, encode_payload, payload_norm
 
@@ -22,6 +23,12 @@ SPECS = [
     "randomk:density=0.1+int8",
     "feedback+ternary",
 ]
+
+
+@pytest.fixture
+def back_to_the_start():
+    yield
+    fast.use(None)
 
 
 def norm_of(spec, *segments):
@@ -53,6 +60,18 @@ def test_one_value_that_is_wrong_is_seen_among_many(spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_values_near_the_largest_float_are_measured_without_a_warning(spec):
     assert norm_of(spec, np.full(1000, 1e37, np.float32))[0] > 1e18
+
+
+@pytest.mark.parametrize("spec", ["ternary", "topk:density=0.1+sign"])
+def test_the_measure_is_the_same_with_machine_code_and_without(spec, back_to_the_start):
+    random = np.random.default_rng(0)
+    segments = [random.normal(size=size).astype(np.float32) for size in (70_000, 1, 300)]
+    for scale in (1.0, 3e18):
+        measures = []
+        for machine_code in (True, False):
+            fast.use(machine_code)
+            measures.append(norm_of(spec, *(segment * np.float32(scale) for segment in segments))[0])
+        assert measures[0] == measures[1]
 
 
 def test_zeros_have_no_norm():

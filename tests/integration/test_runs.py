@@ -47,6 +47,15 @@ def test_three_nodes_learn_one_model_and_end_with_the_same_parameters():
     assert statistics.contributions > 3 and statistics.refused == 0
 
 
+def test_the_machine_code_of_the_codecs_is_made_by_all_before_anybody_trains(monkeypatch):
+    events = []
+    for who in ("zmqtrain.broker.deltas", "zmqtrain.node.node"):
+        monkeypatch.setattr(f"{who}.compile_codecs", lambda layout, settings, who=who: events.append(who))
+    with broker(RunSettings(every=4, delay=2, units=4, start_nodes=2, initial="founder", shards=1)) as hub:
+        finals(hub.address, ["pc-1", "pc-2"], on_step=lambda trainer: events.append("step"))
+    assert sorted(events[: events.index("step")]) == ["zmqtrain.broker.deltas", *["zmqtrain.node.node"] * 2]
+
+
 def strict(seed, fragments, delay):
     settings = RunSettings(
         mode="strict", release="all", every=4, delay=delay, fragments=fragments, start_nodes=3, units=18, seed=seed,

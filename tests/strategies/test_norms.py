@@ -345,3 +345,17 @@ def test_a_founder_that_has_trained_alone_while_others_fetched_is_no_divergence(
     diverging = gate.judge("e", 0, 20.0, 1)
     gate.count(diverging)
     assert gate.judge_again(diverging).why, "of one step it is a thousand times too large"
+
+
+def test_a_newcomer_is_not_measured_by_the_steps_of_those_that_hardly_move_any_more():
+    """Their last deltas stand for 60 steps, after which all had learned what there was to learn; its own for four."""
+    gate = NormGate(10.0)
+    for steps in (4, 25, 60):
+        for peer in "ab":
+            assert say(gate, peer, 0, 0.2, steps) == ""
+    newcomer, wrong = gate.judge("c", 0, 0.17, 4), gate.judge("d", 0, 3.0, 4)
+    for one in (newcomer, wrong):
+        assert one.young
+        gate.count(one)
+    assert gate.judge_again(newcomer).why == ""
+    assert gate.judge_again(wrong).why, "15 times as large as what is usual, of fewer steps"

@@ -36,7 +36,6 @@ from zmqtrain.averaging.coder import (
     snapshot_frames,
     snapshot_size,
 )
-from zmqtrain.averaging.compiling import compile_codecs
 from zmqtrain.averaging.gate import DeltaGate
 from zmqtrain.averaging.held_rounds import DeltaMeter, EncodedRound, Held, HeldRound, OuterStep
 from zmqtrain.averaging.snapshot import check_optimizer_state, check_snapshot_sizes, digest_of, split_snapshot
@@ -219,7 +218,6 @@ class Aggregator:
         self._moments.clear()
         self.meter.begin()
         self._round.begin(len(flats))
-        compile_codecs(self.layout, self.settings)
         self._round.remember(version, self.published, range(len(flats)))
 
     def _fresh_states(self, fragment: int) -> list[State]:
@@ -445,7 +443,8 @@ class Aggregator:
             self._states[fragment] = self._fresh_states(fragment)
         self.version = released.version
         self._round.remember(self.version, self.published, released.fragments)
-        self._keep_record(released, [])
+        if self.layout.shard[1] > 1:  # then the hub may ask for what was published before
+            self._keep_record(released, [])
 
     def leaves(self, flats: Sequence[Vector]) -> dict[str, Vector]:
         """Return copies of what a vector per fragment holds of each leaf, by path, in the leaf's shape. Of a leaf of
@@ -454,7 +453,7 @@ class Aggregator:
         return {leaf.path: array for leaf, array in leaves if array.size or not leaf.values}
 
     def came(self, now: float) -> None:
-        """Record that this version was published now, by a clock that all brokers of one machine share."""
+        """Record that this version is published since now, by a clock that all brokers of one machine share."""
         self._moments.append((self.version, now))
 
     def moment_of(self, version: Version) -> float:
@@ -463,8 +462,8 @@ class Aggregator:
 
     def give_leaves(self, take: TakeLeaves, moment: float) -> None:
         """Call `take` with what was published at a moment, if that is still known."""
-        later = next((version for version, at in self._moments if at > moment), self.version + 1)
-        if self.published and (flats := self.published_at(later - 1)) is not None:
+        version = next((version for version, at in reversed(self._moments) if at <= moment), -1)
+        if version >= 0 and (flats := self.published_at(version)) is not None:
             take(*self.layout.shard, self.leaves(flats))
 
     def arrays(self) -> dict[str, NDArray[Any]]:

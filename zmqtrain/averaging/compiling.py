@@ -17,30 +17,35 @@ from zmqtrain.averaging.coder import codecs_and_counts
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import compile_loops
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO, RunSettings
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS, LOOK_SECONDS, LONG_SECONDS = 60.0, 0.05, 3.0
+PLANNED = ("ternary", "topk:density=0.05+sign")
+"""What a plan may change to that has machine code of its own: that of one density serves all."""
 
 _compiled: set[str] = set()
 """The codecs of which this process has all code."""
 
 
 def compile_codecs(layout: Layout, settings: RunSettings) -> None:
-    """Have the code made for the deltas and the aggregates with which a run begins, if the model is large enough."""
-    at_first = settings.at_first
-    wanted = {at_first.codec, at_first.broadcast_codec} - _compiled
-    payloads = [codecs_and_counts(layout, codec, part) for codec in sorted(wanted) for part in range(layout.fragments)]
+    """Have the code made for the deltas and the aggregates of a run, if its model is large enough."""
+    wanted = {settings.at_first.codec, settings.at_first.broadcast_codec}
+    if AUTO in (settings.codec, settings.broadcast_codec):
+        wanted.update(PLANNED)
+    new = sorted(wanted - _compiled)
+    payloads = [codecs_and_counts(layout, codec, fragment) for codec in new for fragment in range(layout.fragments)]
     if max((sum(counts) for _, counts in payloads), default=0) < fast.LARGE_SLAB:
         return
-    began = time.monotonic()
     with _alone():
+        began = time.monotonic()
         for codecs, counts in payloads:
             compile_loops(codecs, counts)
-    _compiled.update(wanted)
-    if (seconds := time.monotonic() - began) > LONG_SECONDS:
-        logger.info("the codecs' machine code was made in %.0f s; from now on it is found on the disk", seconds)
+        seconds = time.monotonic() - began
+    _compiled.update(new)
+    if seconds > LONG_SECONDS:
+        logger.info("the codecs' machine code was made in %.0f s: this PC keeps it", seconds)
 
 
 @contextlib.contextmanager

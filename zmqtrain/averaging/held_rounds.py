@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State
-from zmqtrain.codecs.payload import Part, SlabEncoder, SlabReader, Values, payload_norm, plan_parts
+from zmqtrain.codecs.payload import Part, PayloadMemory, SlabEncoder, SlabReader, payload_norm, plan_parts
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Version
@@ -404,7 +404,7 @@ class _Adding:
         """Add one part of each to `total`, the part's sum. slabs: of the part, in each publish."""
         first, last = np.searchsorted(self._places, (part.start, part.end)).tolist()
         looked_at, samples = self._places[first:last] - part.start, self._samples
-        values = Values.flat(total, part.start)
+        values = PayloadMemory.flat(total, part.start)
         for order, (source, numbers) in enumerate(zip(self._sources, slabs, strict=True)):
             samples[0, order, first:last] = total[looked_at]
             source.add(numbers, values)
@@ -514,7 +514,7 @@ class EncodedRound:
         """
         known, (in_memory, parameters, published) = self._fragments[fragment], arrays
         size, parts = parameters.size, _parts(known, codecs, counts)
-        encoder, everything = SlabEncoder(codecs, counts, states), Values.flat(published)
+        encoder, everything = SlabEncoder(codecs, counts, states), PayloadMemory.flat(published)
         adding = _Adding(known, self._meter.places(fragment, size))
 
         def step_part(part: Part) -> None:
@@ -528,7 +528,7 @@ class EncodedRound:
             step.take(inside, total, parameters[inside], published[inside], rest)
             if known.in_memory:
                 total.fill(0)
-            unpublished = Values.flat(rest, part.start)
+            unpublished = PayloadMemory.flat(rest, part.start)
             for run in encoder.plan.runs_of(part.slabs[0]):
                 encoder.encode_run(run, unpublished)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from zmqtrain.averaging.aggregator import Aggregator, TakeLeaves
 from zmqtrain.averaging.coder import encode_snapshot
+from zmqtrain.averaging.compiling import compile_codecs
 from zmqtrain.broker.admin import AdminService
 from zmqtrain.broker.checkpoint import Keeper, new_run
 from zmqtrain.broker.core import (
@@ -166,6 +167,9 @@ class Broker:
         every = every_from_text(options.checkpoint_every, self.settings.mode == "strict")
         self.keeper = Keeper(self.folder, every, options.checkpoint_keep, made_late=options.own_folder)
         moments = self._resume()
+        if self.aggregator.version >= 0:
+            compile_codecs(self.aggregator.layout, self.settings)
+            self.aggregator.came(clock.monotonic())
         self.settings = self._planner.settings = self.hub.settings
         if registration is not None and registration.peer.founded and self.hub.version < 0:
             self.keeper.release_folder()

@@ -189,6 +189,9 @@ MODEL_FILE = "model.safetensors"
 """The name of the file that has the shared parameters alone."""
 BEST_FILE, LAST_FILE = "model-best.safetensors", "model-last.safetensors"
 """The best evaluated parameters, and the last ones: those that are not in `MODEL_FILE`."""
+MOST_ASKED = 60
+"""So often, each second, other brokers are asked for their parts of the best version."""
+NOT_WHOLE = "version %d (loss %.6g) is the best that was evaluated; not all brokers gave their parts of it"
 MOST_SHARDS = 9999
 """As `--shard I/M` takes."""
 _FORMAT = "zmqtrain part 1"
@@ -347,7 +350,7 @@ AGAIN_SECONDS = 1.0
 @dataclass(frozen=True)
 class _Best:
     """The version that scored best on held-out data. moment: when it was published.  parts: what was published then, by
-    shard and leaf path."""
+    shard and leaf path.  asked: how often other brokers were asked for their parts."""
 
     version: Version
     scores: Mapping[str, float]
@@ -355,6 +358,7 @@ class _Best:
     moment: float
     shards: int
     parts: dict[int, Mapping[str, NDArray[Any]]]
+    asked: int = 0
 
     @property
     def loss(self) -> float:
@@ -647,17 +651,24 @@ class Keeper:
         """Keep the parameters published at this version in memory until the broker ends; return whether they are known.
 
         scores: of the version, with a "loss".  samples: of the run by then.  Of several brokers this is the first, and
-        the parts of the others come by `keep_part`.
+        the parts of the others come by `keep_part`. A version that is no better than the one that is kept is not kept.
         """
         if (flats := aggregator.published_at(version)) is None:
             logger.warning("version %d is the best that was evaluated, and too old to be kept", version)
-            self._least_loss = inf if self._best is None else self._best.loss
+            self._least_loss = self._loss_kept
             return False
         shard, shards = aggregator.layout.shard
         with self._of_best:
+            if scores["loss"] >= self._loss_kept:  # a better one, which was still to be kept, has been kept meanwhile
+                return False
             self._coming = _Best(version, dict(scores), samples, aggregator.moment_of(version), shards, {})
         self.keep_part(version, shard, shards, aggregator.leaves(flats))
         return True
+
+    @property
+    def _loss_kept(self) -> float:
+        """The least loss of the versions that are kept, be it in part; infinity: none is."""
+        return min((one.loss for one in (self._best, self._coming) if one is not None), default=inf)
 
     @property
     def lacks_parts(self) -> bool:
@@ -666,10 +677,15 @@ class Keeper:
 
     def ask_for_parts(self, give_leaves: Callable[[TakeLeaves, Iterable[int], float], None]) -> None:
         """Ask for the parts that are missing of the best version: each broker counts versions of its own, and is asked
-        for what it had published when that one was."""
+        for what it had published when that one was. After `MOST_ASKED` times nobody knows it any more: it is let go."""
         with self._of_best:
             if (coming := self._coming) is None:
                 return
+            coming = self._coming = replace(coming, asked=coming.asked + 1)
+            if coming.asked > MOST_ASKED:
+                self._coming = None
+                self._least_loss = self._loss_kept
+                return logger.warning(NOT_WHOLE, coming.version, coming.loss)
             missing = [shard for shard in range(coming.shards) if shard not in coming.parts]
         give_leaves(partial(self.keep_part, coming.version), missing, coming.moment)
 
@@ -694,11 +710,11 @@ class Keeper:
         Raises CheckpointError."""
         best, last = self._best, self._last
         try:
-            for stale in (BEST_FILE, LAST_FILE):
-                model.with_name(stale).unlink(missing_ok=True)
+            if whole:  # that file has the last version, and the others are of an earlier one
+                for stale in (BEST_FILE, LAST_FILE):
+                    model.with_name(stale).unlink(missing_ok=True)
             if (coming := self._coming) is not None:
-                text = "version %d (loss %.6g) is the best that was evaluated; not all brokers gave their parts of it"
-                logger.warning(text, coming.version, coming.loss)
+                logger.warning(NOT_WHOLE, coming.version, coming.loss)
             if best is not None and last is not None and best.version != last.version:
                 self._write_best(model, best, last, whole)
         except OSError as error:

@@ -13,6 +13,7 @@ from math import isfinite, nan
 from typing import Any
 
 from zmqtrain.averaging.aggregator import Released
+from zmqtrain.averaging.compiling import compile_codecs
 from zmqtrain.averaging.gate import error_of, reason_of
 from zmqtrain.averaging.snapshot import split_snapshot
 from zmqtrain.broker.checkpoint import Keeper
@@ -371,6 +372,7 @@ class ReleasePipeline:
             return
         self._looked_at_score = version
         if self._keeper.is_best(version, loss):
+            self._ask_at = self._core.now() + ASK_SECONDS
             self._codec.do(self._keep_best, version, dict(self._hub.scores), self._hub.samples)
 
     def _keep_best(self, version: Version, scores: Mapping[str, float], samples: int) -> None:
@@ -402,7 +404,9 @@ class ReleasePipeline:
         self._standby.replicate()
 
     def _begin(self, frames: Frames, state: dict[str, Any], peer: PeerId, moments: Frames) -> None:
+        compile_codecs(self._aggregator.layout, self._hub.settings)
         self._aggregator.found(frames)
+        self._aggregator.came(clock.monotonic())
         self._keeper.forget_best()  # here, after what was still to be kept of a run before
         self._core.events.founded(peer)
         # before the founder, or anybody, hears of the run

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from safetensors.numpy import load, save
 
 from zmqtrain.averaging.aggregator import Aggregator, Released, TakeLeaves
+from zmqtrain.averaging.compiling import compile_codecs
 from zmqtrain.broker.checkpoint import Keeper
 from zmqtrain.broker.core import BrokerAccess, BrokerCore, EffectHandlers, MessageHandlers
 from zmqtrain.core.errors import (
@@ -540,7 +541,9 @@ class Standby(_FirstSession):
         hub.lease = PrimaryLease()  # the standby of the one that is followed is this one
         if hub.version >= 0:
             aggregator.plan(hub.model)
+            compile_codecs(aggregator.layout, settings)
             aggregator.restore(hub.version, arrays)
+            aggregator.came(clock.monotonic())
         self._hub, self._aggregator = hub, aggregator
         if self._keeper is not None and hub.version >= 0:
             if self._keeps:

@@ -56,6 +56,10 @@ Sections = tuple[tuple[Any, int], ...]
 Encode = Callable[[Array, State], tuple[tuple[Array, ...], State]]
 
 
+NOTHING_SENT = np.zeros((0, 1), np.uint8)
+"""What `encode` of `RunLoops` is given where nothing is subtracted."""
+
+
 class RunLoops(NamedTuple):
     """What a codec does with all slabs of a run in one call of machine code, to the same bytes as one after the other.
 
@@ -71,7 +75,8 @@ class RunLoops(NamedTuple):
     decode_into(frame, table, addresses, add): as of a Codec.
     check(frame, table): returns the first row with a slab that the codec's `check` refuses, -1 if there is none.
     energy(frame, table): as of a Codec, of all slabs together.
-    available(): whether there is machine code for it. Only then, and where `fast.kernels` has some, it is used.
+    available(): whether there is machine code for it, which the first call makes. Only then, and where `fast.kernels`
+      has some, it is used.
     """
 
     encode: Callable[[Numpy, Numpy, Numpy, Numpy], int] | None
@@ -328,8 +333,8 @@ def energy_of_scales(scales: Buffer | Array, most: int, block: int, count: int) 
     """
     bits = scales if isinstance(scales, np.ndarray) else np.frombuffer(scales, np.uint16)
     steps = np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
-    missing = block * steps.size - count
-    return most * most * max(0.0, block * float(np.dot(steps, steps)) - missing * float(steps[-1]) ** 2)
+    missing, squares = block * steps.size - count, np.add.accumulate(steps * steps, dtype=np.float64)  # in this order
+    return most * most * max(0.0, block * float(squares[-1]) - missing * float(steps[-1]) ** 2)
 
 
 _LONGEST_SLAB = 1 << 18

@@ -34,6 +34,13 @@ AHEAD_VALUES = 4096
 
 _LINE_VALUES = 16  # of 4 bytes in a cache line
 
+_SLABS, SLAB, _STRIDE = 1, 2, 3
+"""Columns of the table of a run; see `RunLoops`."""
+_DIGITS, SCALES = 4, 5
+"""Those after them, of ternary."""
+_INDEX, _SIGNS, MEANS, KEPT, _KIND, _LOW, _BITS, _BYTES = 4, 5, 6, 7, 8, 9, 10, 11
+"""Those after them, of topk and sign: three buffers, and how the places are packed."""
+
 _INFINITE_KEY, _SAMPLE, _RUNS, _GUESS_KEYS, _STEADY_KEYS = 0x7F80, 4096, 512, 6, 3  # as in sparsify.py
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -80,6 +87,8 @@ class Kernels(NamedTuple):
     scatter(places int32[k], values, out, add): out[places] += values, one after the other; without add: = values.
     step(total, live, rate, parameters, published, rest): a plain step of the hub: parameters += total / live * rate;
       rest = parameters - published.
+    energy(frame, table, block, column of the first scales, column of how many values have some): of all slabs of a run,
+      as `energy_of_scales` of codec.py.
     """
 
     quantize: Callable[..., int]
@@ -90,6 +99,7 @@ class Kernels(NamedTuple):
     signs: Callable[..., int]
     scatter: Callable[..., None]
     step: Callable[..., None]
+    energy: Callable[..., float]
 
 
 class TernaryLoops(NamedTuple):
@@ -103,14 +113,12 @@ class TernaryLoops(NamedTuple):
     write_slab(digits uint8, scales uint8, out, block, add): the same, of one slab.
     check(frame, table, block, largest byte, largest scale bits): the first row with a slab that
       `_check_ternary` of levels.py refuses, or -1.
-    energy(frame, table, block): of all slabs, as `energy_of_scales` of codec.py.
     """
 
     encode: Callable[..., int]
     write: Callable[..., None]
     write_slab: Callable[..., None]
     check: Callable[..., int]
-    energy: Callable[..., float]
 
 
 class TopkSignsLoops(NamedTuple):
@@ -123,13 +131,11 @@ class TopkSignsLoops(NamedTuple):
     write(frame, table, addresses, block, add, scratch int32[k], scratch float32[k]): as both decode them.
     check(frame, table, block, largest scale bits, smallest scale bits, scratch int32[k]): the first row with
       a slab that one of both refuses, or -1.
-    energy(frame, table, block): of all slabs, as `energy_of_scales` of codec.py.
     """
 
     encode: Callable[..., int]
     write: Callable[..., None]
     check: Callable[..., int]
-    energy: Callable[..., float]
 
 
 _lock = threading.Lock()
@@ -140,7 +146,7 @@ _tried = False
 
 def use(choice: bool | None) -> None:
     """Choose for this process: True takes machine code for slabs of every size, False never takes it, None (as at the
-    start) takes it if numba is installed, and has it loaded by the first large slab.
+    start) takes it if numba is installed, and has it loaded by the first large slab or run.
 
     Raises ImportError for True where numba is not installed.
     """
@@ -167,6 +173,12 @@ def topk_signs_loops() -> TopkSignsLoops | None:
     """Return the loops of `topk` and `sign`, where `kernels` has some; compiled when they are first asked for. None:
     they cannot be."""
     return _compiled(_compile_topk_signs)
+
+
+def energy_of_run(frame: Any, table: Any, block: int, scales: int, values: int) -> float:
+    """As `energy` of `Kernels`, where there are some."""
+    assert _loaded is not None, "used only where there are some"
+    return _loaded.energy(frame, table, block, scales, values)
 
 
 def _load() -> Kernels | None:
@@ -246,6 +258,8 @@ _groups: dict[Callable[[_Compiler], Any], Any] = {}
 def _compiled(compile_loops: Callable[[_Compiler], Made]) -> Made | None:
     """Return what this compiles, once in a process, whichever threads ask at the same time."""
     if compile_loops not in _groups:
+        if _load() is None:
+            return None
         with _lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if compile_loops not in _groups:
@@ -323,6 +337,7 @@ def _compile(numba: Any) -> Kernels:
         _signs,
         of.jit(of.void(of.places, of.x, of.floats, of.flag), _scatter),
         of.jit(of.void(of.x, of.single, of.single, of.floats, of.x, of.floats), _step),
+        of.jit(of.real(of.frame, of.table, whole, whole, whole), _energy),
     )
 
 
@@ -336,7 +351,6 @@ def _compile_ternary(of: _Compiler) -> TernaryLoops:
         of.jit(of.void(of.frame, of.table, of.numbers, whole, of.flag), _write_ternary),
         of.jit(of.void(of.frame, of.frame, of.floats, whole, of.flag), _write_ternary_slab),
         of.jit(whole(of.frame, of.table, whole, whole, whole), _check_ternary),
-        of.jit(of.real(of.frame, of.table, whole), _ternary_energy),
     )
 
 
@@ -352,7 +366,6 @@ def _compile_topk_signs(of: _Compiler) -> TopkSignsLoops:
         of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, of.guess, *scratch), _topk_signs),
         of.jit(of.void(of.frame, of.table, of.numbers, whole, of.flag, written, floats), _write_topk_signs),
         of.jit(whole(of.frame, of.table, whole, whole, whole, written), _check_topk_signs),
-        of.jit(of.real(of.frame, of.table, whole), _signs_energy),
     )
 
 
@@ -415,8 +428,8 @@ def _write(codes: Any, scales: Any, out: Any, block: int, add: bool) -> None:
 def _ternary(addresses: Any, table: Any, block: int, sent: Any, frame: Any, rest: Any, units: Any, digits: Any) -> int:
     spoiled = -1
     for row in range(table.shape[0]):
-        slabs, slab, stride = table[row, 1], table[row, 2], table[row, 3]
-        first, scales_first = table[row, 4], table[row, 5]
+        slabs, slab, stride = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE]
+        first, scales_first = table[row, _DIGITS], table[row, SCALES]
         values = _floats(addresses[row], slabs * slab)
         for start in range(0, values.size, slab):
             x = values[start : start + slab]
@@ -484,8 +497,8 @@ def _ternary_slab(
 
 def _write_ternary(frame: Any, table: Any, addresses: Any, block: int, add: bool) -> None:
     for row in range(table.shape[0]):
-        slabs, slab, stride = table[row, 1], table[row, 2], table[row, 3]
-        first, scales_first, width = table[row, 4], table[row, 5], (slab + 4) // 5
+        slabs, slab, stride = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE]
+        first, scales_first, width = table[row, _DIGITS], table[row, SCALES], (slab + 4) // 5
         out = _floats(addresses[row], slabs * slab)
         for begin in range(0, out.size, slab):
             values, scales_at = out[begin : begin + slab], scales_first
@@ -505,8 +518,8 @@ def _write_ternary_slab(packed: Any, scales: Any, out: Any, block: int, add: boo
 
 def _check_ternary(frame: Any, table: Any, block: int, largest_byte: int, largest_scale: int) -> int:
     for row in range(table.shape[0]):
-        slabs, slab, stride = table[row, 1], table[row, 2], table[row, 3]
-        first, scales_first = table[row, 4], table[row, 5]
+        slabs, slab, stride = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE]
+        first, scales_first = table[row, _DIGITS], table[row, SCALES]
         width, blocks = (slab + 4) // 5, (slab + block - 1) // block
         for _ in range(slabs):
             packed, scales = frame[first : first + width], frame[scales_first : scales_first + 2 * blocks]
@@ -523,17 +536,6 @@ def _check_ternary(frame: Any, table: Any, block: int, largest_byte: int, larges
             first += stride
             scales_first += stride
     return -1
-
-
-def _ternary_energy(frame: Any, table: Any, block: int) -> float:
-    energy = 0.0
-    for row in range(table.shape[0]):
-        slabs, slab, stride, scales_first = table[row, 1], table[row, 2], table[row, 3], table[row, 5]
-        blocks = (slab + block - 1) // block
-        for _ in range(slabs):
-            energy += _energy_of_scales(frame, scales_first, blocks, block, slab)
-            scales_first += stride
-    return energy
 
 
 def _write_block(
@@ -699,7 +701,7 @@ def _topk_signs(
     total: Any,
 ) -> int:
     for row in range(table.shape[0]):
-        slabs, slab, stride, kept = table[row, 1], table[row, 2], table[row, 3], table[row, 7]
+        slabs, slab, stride, kept = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE], table[row, KEPT]
         everything, places, found = _floats(addresses[row], slabs * slab), picked[: kept + 1], values[:kept]
         for number in range(slabs):
             x, moved = everything[number * slab : (number + 1) * slab], number * stride
@@ -718,15 +720,15 @@ def _topk_signs(
                 return row
             cut &= 0x7FFF
             guess[0], guess[1] = cut, 1 if abs(cut - guess[0]) <= _STEADY_KEYS else 0
-            index = table[row, 4] + moved
-            if table[row, 8] == 0:
+            index = table[row, _INDEX] + moved
+            if table[row, _KIND] == 0:
                 for i in range(kept):
                     frame[index + 2 * i] = places[i] & 255
                     frame[index + 2 * i + 1] = places[i] >> 8
             else:
-                high = kept * table[row, 9] if table[row, 8] == 2 else -1
-                _pack(places[:kept], table[row, 9], high, frame[index : index + table[row, 11]])
-            if _write_signs(found, block, frame, table[row, 5] + moved, table[row, 6] + moved) >= _INFINITY:
+                high = kept * table[row, _LOW] if table[row, _KIND] == 2 else -1
+                _pack(places[:kept], table[row, _LOW], high, frame[index : index + table[row, _BYTES]])
+            if _write_signs(found, block, frame, table[row, _SIGNS] + moved, table[row, MEANS] + moved) >= _INFINITY:
                 return row
     return -1
 
@@ -735,7 +737,7 @@ def _less_sent(
     x: Any, sent: Any, columns: Any, block: int, moved: int, picked: Any, values: Any, rest: Any, total: Any
 ) -> None:
     """Write a slab, less the sum of what the frames in `sent` have of it, to `rest`."""
-    kept = columns[7]
+    kept = columns[KEPT]
     if sent.shape[0] == 1:
         for i in range(x.size):
             rest[i] = x[i]
@@ -793,13 +795,14 @@ def _write_signs(values: Any, block: int, frame: Any, signs_at: int, scales_at: 
 
 def _read_signs(frame: Any, columns: Any, block: int, moved: int, places: Any, values: Any) -> None:
     """Read the places and the values of one slab, as topk and sign have written them."""
-    index, signs_at, scales_at, kept = columns[4] + moved, columns[5] + moved, columns[6] + moved, columns[7]
-    if columns[8] == 0:
+    index, kept = columns[_INDEX] + moved, columns[KEPT]
+    signs_at, scales_at = columns[_SIGNS] + moved, columns[MEANS] + moved
+    if columns[_KIND] == 0:
         for i in range(kept):
             places[i] = int(frame[index + 2 * i]) | int(frame[index + 2 * i + 1]) << 8
     else:
-        high = kept * columns[9] if columns[8] == 2 else -1
-        _unpack(frame[index : index + columns[11]], columns[9], high, columns[10], places[:kept])
+        high = kept * columns[_LOW] if columns[_KIND] == 2 else -1
+        _unpack(frame[index : index + columns[_BYTES]], columns[_LOW], high, columns[_BITS], places[:kept])
     for start in range(0, kept, block):
         scale = np.int32((int(frame[scales_at]) | int(frame[scales_at + 1]) << 8) << 16).view(np.float32)
         for i in range(start, min(start + block, kept)):
@@ -810,7 +813,7 @@ def _read_signs(frame: Any, columns: Any, block: int, moved: int, places: Any, v
 
 def _write_topk_signs(frame: Any, table: Any, addresses: Any, block: int, add: bool, places: Any, values: Any) -> None:
     for row in range(table.shape[0]):
-        slabs, slab, stride, kept = table[row, 1], table[row, 2], table[row, 3], table[row, 7]
+        slabs, slab, stride, kept = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE], table[row, KEPT]
         out = _floats(addresses[row], slabs * slab)
         for number in range(slabs):
             target = out[number * slab : (number + 1) * slab]
@@ -827,17 +830,18 @@ def _write_topk_signs(frame: Any, table: Any, addresses: Any, block: int, add: b
 
 def _check_topk_signs(frame: Any, table: Any, block: int, largest_scale: int, smallest_scale: int, places: Any) -> int:
     for row in range(table.shape[0]):
-        slabs, slab, stride, kept = table[row, 1], table[row, 2], table[row, 3], table[row, 7]
-        blocks, spare = (kept + block - 1) // block, 8 * table[row, 11] - table[row, 10]
+        slabs, slab, stride, kept = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE], table[row, KEPT]
+        blocks, spare = (kept + block - 1) // block, 8 * table[row, _BYTES] - table[row, _BITS]
         for moved in range(0, slabs * stride, stride):
-            index, signs_at, scales_at = table[row, 4] + moved, table[row, 5] + moved, table[row, 6] + moved
-            buffer, odd, found = frame[index : index + table[row, 11]], 0, kept
-            if table[row, 8] == 0:
+            index = table[row, _INDEX] + moved
+            signs_at, scales_at = table[row, _SIGNS] + moved, table[row, MEANS] + moved
+            buffer, odd, found = frame[index : index + table[row, _BYTES]], 0, kept
+            if table[row, _KIND] == 0:
                 for i in range(kept):
                     places[i] = int(buffer[2 * i]) | int(buffer[2 * i + 1]) << 8
             else:
-                high = kept * table[row, 9] if table[row, 8] == 2 else -1
-                found = _unpack(buffer, table[row, 9], high, table[row, 10], places[:kept])
+                high = kept * table[row, _LOW] if table[row, _KIND] == 2 else -1
+                found = _unpack(buffer, table[row, _LOW], high, table[row, _BITS], places[:kept])
                 odd |= int(buffer[buffer.size - 1]) >> (8 - spare) != 0
             if found != kept:
                 return row
@@ -854,14 +858,16 @@ def _check_topk_signs(frame: Any, table: Any, block: int, largest_scale: int, sm
     return -1
 
 
-def _signs_energy(frame: Any, table: Any, block: int) -> float:
+def _energy(frame: Any, table: Any, block: int, scales: int, values: int) -> float:
+    """Return the energy of all slabs. scales, values: the columns of the first scales, and of how many values have
+    one."""
     energy = 0.0
     for row in range(table.shape[0]):
-        slabs, stride, scales_at, kept = table[row, 1], table[row, 3], table[row, 6], table[row, 7]
-        blocks = (kept + block - 1) // block
-        for _ in range(slabs):
-            energy += _energy_of_scales(frame, scales_at, blocks, block, kept)
-            scales_at += stride
+        scales_at, count = table[row, scales], table[row, values]
+        blocks = (count + block - 1) // block
+        for _ in range(table[row, _SLABS]):
+            energy += _energy_of_scales(frame, scales_at, blocks, block, count)
+            scales_at += table[row, _STRIDE]
     return energy
 
 

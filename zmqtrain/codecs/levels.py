@@ -19,6 +19,7 @@ from zmqtrain.codecs.codec import (
     INFINITY_BITS,
     LARGEST_BLOCK,
     MAGNITUDE,
+    NOTHING_SENT,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
     Codec,
@@ -326,7 +327,7 @@ def ternary(block: int = 128) -> Codec:
         return _loops().check(frame, table, block, _LARGEST_BYTE, LARGEST_MEAN_BITS)
 
     def energy_of_run(frame: Numpy, table: Numpy) -> float:
-        return _loops().energy(frame, table, block)
+        return fast.energy_of_run(frame, table, block, fast.SCALES, fast.SLAB)
 
     codec = plain_codec(name, layout, encode, decode, write, check, (1, 1, block))
     return codec._replace(loops=RunLoops(encode_run, write_run, check_run, energy_of_run, _has_loops))
@@ -353,14 +354,9 @@ def _loops() -> fast.TernaryLoops:
 
 def _encode_run(addresses: Numpy, table: Numpy, block: int, sent: Numpy, frame: Numpy) -> int:
     rest, units = _scratch.take("rest", block, np.float32), _scratch.take("units", block, np.int16)
-    longest = int(table[:, _VALUES].max())
+    longest = int(table[:, fast.SLAB].max())
     digits = _scratch.take("digits", block_count(longest, _DIGITS) * _DIGITS, np.uint8)
     return _loops().encode(addresses, table, block, sent, frame, rest, units, digits)
-
-
-_VALUES = 2  # the column of a run's table
-
-_NOTHING_SENT = np.zeros((0, 1), np.uint8)
 
 
 def _encode_ternary(x: Array, block: int) -> tuple[Array, Array]:
@@ -421,7 +417,7 @@ def _encode_ternary_numpy(x: Numpy, block: int) -> tuple[Array, Array]:
         first = width + width % 2  # of the scales, 16 bits each
         buffer = np.empty(first + 2 * blocks, np.uint8)
         table = np.array([[0, 1, x.size, 0, 0, first]], np.int64)
-        if _encode_run(np.array([address_of(x)]), table, block, _NOTHING_SENT, buffer) >= 0:
+        if _encode_run(np.array([address_of(x)]), table, block, NOTHING_SENT, buffer) >= 0:
             needs_finite(INFINITY_BITS, x.size)
         return buffer[:width], buffer[first:].view(np.uint16)
     digits, scales = _scratch.take("digits", width * _DIGITS, np.uint8), np.empty(blocks, np.uint16)

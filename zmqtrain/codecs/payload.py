@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
-from zmqtrain.codecs.codec import Codec, RunLoops, Scratch, State, address_of
+from zmqtrain.codecs.codec import NOTHING_SENT, Codec, RunLoops, Scratch, State, address_of
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import MAX_FRAME_BYTES, Array, Buffer
@@ -81,10 +81,10 @@ class Run:
     values: int
     frame: int
     table: NDArray[np.int64]
-    segments: tuple[int, ...]
+    segments: NDArray[np.int64]
 
 
-class Values:
+class PayloadMemory:
     """The float32 values of a payload in memory, or of slabs in a row of it: where they are read or written.
 
     Either one vector for all, whose first value is that at `start` of the payload's; or one for each segment.
@@ -93,15 +93,17 @@ class Values:
     def __init__(self, vectors: Sequence[Array], starts: Sequence[int]) -> None:
         self._vectors, self._starts = vectors, starts
         self.is_plain = all(_is_plain(vector) for vector in vectors)
-        """Whether machine code may read and write here."""
+        """Whether machine code may read here."""
+        self.is_writable = self.is_plain and all(vector.flags.writeable for vector in vectors)
+        """Whether it may write here."""
         self._bases: NDArray[np.int64] | None = None
 
     @classmethod
-    def flat(cls, vector: Vector, start: int = 0) -> Values:
+    def flat(cls, vector: Vector, start: int = 0) -> PayloadMemory:
         return cls([vector], [start])
 
     @classmethod
-    def of_segments(cls, segments: Sequence[Array]) -> Values:
+    def of_segments(cls, segments: Sequence[Array]) -> PayloadMemory:
         return cls(segments, [0, *accumulate(segment.size for segment in segments)][: len(segments)])
 
     def part(self, slab: Slab) -> Array:
@@ -115,7 +117,7 @@ class Values:
         if self._bases is None:  # of value 0 of the payload, if it lay in the same vector
             pairs = zip(self._vectors, self._starts, strict=True)
             self._bases = np.array([address_of(vector) - 4 * start for vector, start in pairs], np.int64)
-        bases = self._bases[0] if len(self._vectors) == 1 else self._bases[list(run.segments)]
+        bases = self._bases[0] if len(self._vectors) == 1 else self._bases[run.segments]
         places: NDArray[np.int64] = bases + 4 * run.table[:, 0]
         return places
 
@@ -209,7 +211,7 @@ def _run(slabs: Sequence[Slab], frame: int, numbers: range) -> Run:
         table.append([slab.start, 1, slab.values, stride, *(section.start for section in slab.sections), *columns])
         segments.append(slab.segment)
     values = slabs[numbers[-1]].end - slabs[numbers[0]].start
-    return Run(numbers, values, frame, np.array(table, np.int64), tuple(segments))
+    return Run(numbers, values, frame, np.array(table, np.int64), np.array(segments, np.int64))
 
 
 def _align(size: int) -> int:
@@ -229,9 +231,9 @@ def initial_states(codecs: Sequence[Codec], counts: Sequence[int]) -> list[State
 def compile_loops(codecs: Sequence[Codec], counts: Sequence[int]) -> None:
     """Have the machine code for such a payload made now, where there is some, and not while its run waits."""
     plan = plan_payload(tuple(codecs), tuple(counts))
+    fast.kernels(sum(counts))
     for run in plan.runs:
         plan.loops(run)
-    fast.kernels(max((slab.values for slab in plan.slabs), default=0))
 
 
 class Each(Protocol):
@@ -268,7 +270,7 @@ def encode_payload(
             raise CodecError(f"segment {index} has the shape {values.shape}; a segment is flat")
     counts = tuple(values.size for values in arrays)
     encoder, sent = SlabEncoder(codecs, counts, states), Sent(codecs, counts, less)
-    source = Values.of_segments(arrays)
+    source = PayloadMemory.of_segments(arrays)
     each(lambda run: encoder.encode_run(run, source, sent), encoder.plan.runs, sum(counts))
     return encoder.finish()
 
@@ -301,11 +303,11 @@ class SlabEncoder:
         for section, buffer in zip(slab.sections, buffers, strict=True):
             self._views[number][section] = np.ascontiguousarray(buffer).view(np.uint8).data
 
-    def encode_run(self, run: Run, values: Values, sent: Sent | None = None) -> None:
+    def encode_run(self, run: Run, values: PayloadMemory, sent: Sent | None = None) -> None:
         """Encode the slabs of a run, less what has been sent of them; raises as `encode` does."""
         loops = self.plan.loops(run) if values.is_plain else None
         if loops is not None and loops.encode is not None:
-            known = _NONE_SENT if sent is None else sent.frames(run.frame)
+            known = NOTHING_SENT if sent is None else sent.frames(run.frame)
             row = loops.encode(values.addresses(run), run.table, self._bytes[run.frame], known)
             if row >= 0:
                 text = f"segment {run.segments[row]} of {self._segments}: NaN or infinity in a slab"
@@ -317,7 +319,7 @@ class SlabEncoder:
             part = values.part(slab)
             self.encode(number, part if sent is None else sent.subtract(part, number, slab, run.frame))
 
-    def add(self, run: Run, out: Values) -> None:
+    def add(self, run: Run, out: PayloadMemory) -> None:
         """Decode the slabs of a run that is encoded, onto their values in `out`."""
         with np.errstate(over="ignore"):
             _decode_run(self.plan, run, self._bytes[run.frame], out, True)
@@ -357,19 +359,19 @@ class SlabReader:
         """Return the buffers of one slab, which is in this frame."""
         return _sections(self._views[self.plan.frames[frame].slabs.start], self.plan.slabs[number])
 
-    def add(self, numbers: range, out: Values, add: bool = True) -> None:
+    def add(self, numbers: range, out: PayloadMemory, add: bool = True) -> None:
         """Add slabs in a row to their places in `out`. Without `add` write them there."""
         for run in self.plan.runs_of(numbers):
             self.add_run(run, out, add)
 
-    def add_run(self, run: Run, out: Values, add: bool = True) -> None:
+    def add_run(self, run: Run, out: PayloadMemory, add: bool = True) -> None:
         """Add the slabs of a run to their places in `out`. Without `add` write them there."""
         with np.errstate(over="ignore"):  # of huge values the sum may be infinite
             _decode_run(self.plan, run, self.frame(run.frame), out, add)
 
 
-def _decode_run(plan: PayloadPlan, run: Run, frame: NDArray[np.uint8], out: Values, add: bool) -> None:
-    if out.is_plain and (loops := plan.loops(run)) is not None:
+def _decode_run(plan: PayloadPlan, run: Run, frame: NDArray[np.uint8], out: PayloadMemory, add: bool) -> None:
+    if out.is_writable and (loops := plan.loops(run)) is not None:
         loops.decode_into(frame, run.table, out.addresses(run), add)
         return
     view = frame.data
@@ -393,10 +395,11 @@ class Sent:
 
     def frames(self, number: int) -> NDArray[np.uint8]:
         """Return one frame of each payload: uint8[payloads, bytes]."""
+        if not self._readers:
+            return NOTHING_SENT
         if number not in self._stacks:
-            frames = [reader.frame(number) for reader in self._readers] or [_NO_BYTES]
-            stack = frames[0][None] if len(frames) == 1 else np.stack(frames)
-            self._stacks[number] = stack[: len(self._readers)]
+            frames = [reader.frame(number) for reader in self._readers]
+            self._stacks[number] = frames[0][None] if len(frames) == 1 else np.stack(frames)
         return self._stacks[number]
 
     def subtract(self, values: Array, number: int, slab: Slab, frame: int) -> Array:
@@ -416,10 +419,6 @@ class Sent:
             for add, reader in enumerate(self._readers):
                 slab.codec.decode_into(reader.sections(number, frame), rest, add > 0)
             return np.subtract(values, rest, out=rest)
-
-
-_NO_BYTES = np.zeros(1, np.uint8)
-_NONE_SENT = np.zeros((0, 1), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,7 +546,7 @@ def decode_payload(
         raise CodecError(f"out must be a writeable, contiguous float32[{total}], not {out.dtype}{list(out.shape)}")
     if not checked:
         check_payload(codecs, frames, counts)
-    reader, values = SlabReader(codecs, frames, counts), Values.flat(out)
+    reader, values = SlabReader(codecs, frames, counts), PayloadMemory.flat(out)
     for slabs in reader.held:
         reader.add(slabs, values, add)
     return out
@@ -567,7 +566,7 @@ def decode_segments(
     Raises CodecError for other frames than the segments' sizes say.
     """
     counts = tuple(segment.size for segment in segments)
-    reader, values = SlabReader(codecs, frames, counts), Values.of_segments(segments)
+    reader, values = SlabReader(codecs, frames, counts), PayloadMemory.of_segments(segments)
     each(lambda run: reader.add_run(run, values, add), list(reader.runs()), sum(counts))
 
 

@@ -16,6 +16,7 @@ memorandum 61, 1971; the choice of the low bits: Vigna, Quasi-succinct indices, 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from fractions import Fraction
@@ -457,8 +458,8 @@ def topk(density: float = 0.01) -> Transform:
         check_places(np.asarray(index), count, kept(count), name)
 
     def loops(codec: Codec) -> RunLoops | None:
-        family, _, block = codec.name.partition(":block=")
-        return _loops_with_signs(kept, guess, int(block)) if family == "sign" else None
+        plain = re.fullmatch(r"sign:block=(\d+)", codec.name)
+        return None if plain is None else _loops_with_signs(kept, guess, int(plain[1]))
 
     return picking_transform(name, kept, layout, forward, read, check)._replace(slab=MOST_PLACES, loops=loops)
 
@@ -486,7 +487,7 @@ def _loops_with_signs(kept: Callable[[int], int], guess: _Guess, block: int) -> 
         return _loops().check(frame, table, block, LARGEST_MEAN_BITS, SMALLEST_MEAN_BITS, _candidates.picked)
 
     def energy(frame: Numpy, table: Numpy) -> float:
-        return _loops().energy(frame, table, block)
+        return fast.energy_of_run(frame, table, block, fast.MEANS, fast.KEPT)
 
     return RunLoops(encode, write, check, energy, lambda: fast.topk_signs_loops() is not None, columns)
 

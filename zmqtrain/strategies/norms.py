@@ -16,7 +16,7 @@ Source: median and median absolute deviation, Leys et al. 2013; norms of updates
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import exp, inf, isfinite, log, nan
 from statistics import median, median_low
@@ -139,13 +139,24 @@ class _Fragment:
 
     def levels_but(self, peer: PeerId) -> list[float]:
         """Return the levels of the other nodes' last deltas: one for each voter, unless all are one voter's."""
+        return self._of_others(peer, lambda one: one.level)
+
+    def sizes_but(self, peer: PeerId, stands_for: float) -> list[float]:
+        """Return how large the other nodes' last deltas would be if each stood for at least so many steps.
+
+        stands_for: their logarithm, as are the sizes. For fewer steps a delta is not taken to be smaller: where the
+        parameters hardly move any more, one of many steps is as large as one of few.
+        """
+        return self._of_others(peer, lambda one: one.size + max(0.0, stands_for - one.stands_for))
+
+    def _of_others(self, peer: PeerId, measure: Callable[[Judgement], float]) -> list[float]:
         others = [one for one in self.latest.values() if one.peer != peer]
         voters: dict[str, list[float]] = {}
         for one in others:
-            voters.setdefault(one.voter, []).append(one.level)
+            voters.setdefault(one.voter, []).append(measure(one))
         if len({one.voter for one in self.latest.values()}) <= 1:
-            return [one.level for one in others]
-        return [median_low(levels) for levels in voters.values()]
+            return [measure(one) for one in others]
+        return [median_low(measured) for measured in voters.values()]
 
 
 class NormGate:
@@ -232,24 +243,25 @@ class NormGate:
         Of two nodes the larger one is out, unless its own loss is the better.
         """
         known = self._fragments.get(judgement.fragment)
-        others = known.levels_but(judgement.peer) if known is not None and judgement.young else []
-        if not others or known is None or judgement.size == -inf:
+        if known is None or not judgement.young or judgement.size == -inf:
+            return judgement
+        others = known.sizes_but(judgement.peer, judgement.size - known.level_of(judgement))
+        if not others:
             return judgement
         rivals = [one.score for one in known.latest.values() if one.peer != judgement.peer]
         if len(others) == 1 and judgement.score < min(rivals, default=nan):
             return judgement
         rest = [one for one in known.latest.values() if one.peer != judgement.peer]
         warmer = max(0.0, judgement.made - median(one.made for one in rest))  # as in `_judge`
-        level = known.level_of(judgement)
         limit = median_low(others) + log(self.factor) + judgement.rest + min(warmer, log(MOST_WARM_UP))
-        if level <= limit:
+        if judgement.size <= limit:
             return judgement
-        times = exp(min(level - median_low(others), 500.0))
+        times = exp(min(judgement.size - median_low(others), 500.0))
         why = (
             f"its norm is {exp(judgement.size):.3g}, {times:.3g} times that of the other nodes' in this round; at most "
             f"{self.factor:g} times is let through here (--norm-gate)"
         )
-        return _refuse(judgement, why, exp(min(level - limit, 500.0)))
+        return _refuse(judgement, why, exp(min(judgement.size - limit, 500.0)))
 
     def leave_out(self, judgement: Judgement) -> None:
         """Remove a delta from the accepted ones: it is not in the sum after all."""

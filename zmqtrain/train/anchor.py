@@ -184,7 +184,8 @@ class DeviceMoves:
         """
         for fragment in sorted({*aggregate, *own}):
             ours, counts = self._touched(params, fragment), self.layout.counts(fragment)
-            given = _in_one_memory if _on_processor(ours) else _one_by_one
+            fits = joined_places(counts)[1] < LARGEST_LOOPED
+            given = _in_one_memory if fits and _on_processor(ours) else _one_by_one
             shared = aggregate.get(fragment) or [np.zeros(count, np.float32) for count in counts]
             mine = given(own[fragment], counts) if fragment in own else None
             forward, behind = self._move(ours, self._touched(anchor, fragment), given(shared, counts), mine, fragment)
