@@ -11,7 +11,7 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, Send
-from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Welcome
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Welcome, replace_fields
 from zmqtrain.protocol.peer import (
     ANSWER_SECONDS,
     FIRST_BACKOFF_SECONDS,
@@ -61,6 +61,23 @@ def test_the_runs_settings_are_adopted():
     peer.receive(Goodbye(), 1.0)
     peer.receive(welcome(settings=RunSettings(every=3, delay=2, units=50)), 2.0)
     assert peer.settings.units == 50
+
+
+def test_who_waits_for_the_settings_then_sees_all_that_the_broker_said_with_them():
+    """Another thread looks at them: a training thread that connects."""
+
+    class Watched(Peer):
+        seen = ()
+
+        def __setattr__(self, name, value):
+            if name == "settings" and value is not None:
+                self.seen = (self.shard, self.shards, self.run, self.run_model, self.run_version, self.timetable)
+            super().__setattr__(name, value)
+
+    peer = Watched("a#1", "a")
+    peer.receive(replace_fields(welcome(7), shard=1, shards=("tcp://a:1", "tcp://b:1")), 0.0)
+    assert peer.seen[:-1] == (1, ("tcp://a:1", "tcp://b:1"), "run-1", MODEL, 7)
+    assert peer.seen[-1] is not None
 
 
 def test_settings_of_another_version_of_the_program_are_refused():

@@ -638,15 +638,15 @@ class Peer:
         self.term, self.called = welcome.term, welcome.called
         self.search.know(welcome.standby)
         self.shard, self.shards, self.run_samples = welcome.shard, welcome.shards, welcome.samples
-        # what other threads wait for comes last
-        self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
-        if self.whole and self.settings.shards == AUTO_SHARDS:
-            self.divided(1)
+        settings = RunSettings.from_dict(welcome.settings)
+        if self.whole and settings.shards == AUTO_SHARDS:
+            settings = replace(settings, shards=1)  # as `divided` says
         if self.timetable is None:
-            self.timetable = Timetable(self.settings)
+            self.timetable = Timetable(settings)
         for schedule in welcome.schedules:
             self.timetable.add(schedule_from_plain(schedule))
-        self.run_model, self.run_version = model_from_wire(welcome.model), welcome.version
+        self.run, self.run_model, self.run_version = welcome.run, model_from_wire(welcome.model), welcome.version
+        self.settings = settings  # the last of all this: other threads wait for it
         self._move(Welcome)
         self.obstacle = ""
         self.search.backoff.reset()
