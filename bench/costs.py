@@ -139,7 +139,7 @@ def aggregate_of(coder: DeltaCoder, number: int, frames: Sequence[Buffer]) -> Ag
 def measure(spec: str, values: int, rounds: int) -> CodecCosts:
     """Return what one codec, up and down, costs for a model of so many values, the least of `rounds` exchanges."""
     settings, model = settings_of(spec), model_of(values)
-    coder, watch = DeltaCoder(model, settings), Stopwatch()
+    coder, watch = DeltaCoder(model, settings, threads=SlabThreads(1)), Stopwatch()
     hub = Hub(spec, model, 1)
     random = np.random.default_rng(0)
     segments = [random.standard_normal(leaf.values, np.float32) for leaf in model]

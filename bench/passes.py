@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zmqtrain.averaging.coder import DeltaCoder
+from zmqtrain.averaging.held_rounds import SlabThreads
 from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload
 from zmqtrain.core.types import Buffer, ModelSpec, Offer, count_values
 from zmqtrain.train.anchor import DeviceMoves
@@ -83,7 +84,7 @@ class _Node:
     def __init__(self, spec: str, model: ModelSpec) -> None:
         self.spec, self.model = spec, model
         self.watch, self.by_xla = Stopwatch(), Stopwatch(time.process_time)
-        self.coder = DeltaCoder(self.model, settings_of(spec))
+        self.coder = DeltaCoder(self.model, settings_of(spec), threads=SlabThreads(1))
         self.codecs = self.coder.coding.of_fragment(self.coder.layout, 0)
         self.counts = self.coder.layout.counts(0)
         random = np.random.default_rng(0)

@@ -244,10 +244,16 @@ class DeltaCoder:
 
     device: the coder of the device that holds the parameters; None: this processor. It is set before the first offer,
     and stays: so do the states of the codecs.  shard: which of several brokers' parts of the model is exchanged here.
+    threads: that encode and decode; None: this one, and one for each idle core.
     """
 
     def __init__(
-        self, model: ModelSpec, settings: RunSettings, device: DeviceCoder | None = None, shard: int = 0
+        self,
+        model: ModelSpec,
+        settings: RunSettings,
+        device: DeviceCoder | None = None,
+        shard: int = 0,
+        threads: SlabThreads | None = None,
     ) -> None:
         self.model = model
         self.layout = layout_of(model, settings, shard)
@@ -261,7 +267,7 @@ class DeltaCoder:
         self._states: dict[int, list[State]] = {}
         self._kept_states: dict[int, list[NDArray[Any]]] = {}
         self._kept_on_device = False
-        self._vectors, self._threads = Vectors(), SlabThreads()
+        self._vectors, self._threads = Vectors(), threads or SlabThreads()
         self._gate = DeltaGate(settings)
 
     def kept(self, sequences: Sequence[int]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
