@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -21,7 +22,7 @@ from zmqtrain.core.settings import AUTO, RunSettings
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS, LOOK_SECONDS, LONG_SECONDS = 60.0, 0.05, 3.0
+WAIT_SECONDS, LOOK_SECONDS, LONG_SECONDS = 60.0, 0.05, 2.0
 PLANNED = ("ternary", "topk:density=0.05+sign")
 """What a plan may change to that has machine code of its own: that of one density serves all."""
 
@@ -38,14 +39,17 @@ def compile_codecs(layout: Layout, settings: RunSettings) -> None:
     payloads = [codecs_and_counts(layout, codec, fragment) for codec in new for fragment in range(layout.fragments)]
     if max((sum(counts) for _, counts in payloads), default=0) < fast.LARGE_SLAB:
         return
-    with _alone():
-        began = time.monotonic()
-        for codecs, counts in payloads:
-            compile_loops(codecs, counts)
-        seconds = time.monotonic() - began
+    text = "the codecs' machine code is being made: once on this PC, it takes some fifteen seconds"
+    telling = threading.Timer(LONG_SECONDS, logger.info, [text])
+    telling.daemon = True
+    telling.start()
+    try:
+        with _alone():
+            for codecs, counts in payloads:
+                compile_loops(codecs, counts)
+    finally:
+        telling.cancel()
     _compiled.update(new)
-    if seconds > LONG_SECONDS:
-        logger.info("the codecs' machine code was made in %.0f s: this PC keeps it", seconds)
 
 
 @contextlib.contextmanager
