@@ -22,7 +22,7 @@ from zmqtrain.core.settings import AUTO, RunSettings
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS, LOOK_SECONDS, LONG_SECONDS = 60.0, 0.05, 2.0
+WAIT_SECONDS, LOOK_SECONDS, LONG_SECONDS = 60.0, 0.05, 4.0
 PLANNED = ("ternary", "topk:density=0.05+sign")
 """What a plan may change to that has machine code of its own: that of one density serves all."""
 
