@@ -54,7 +54,7 @@ class Run:
         self.aggregator._sums[0] += 1
         self.aggregator.encoded.lies_in_memory(0)
         reduce = Reduce(self.hub.version, (0,), (one,), 1, False)
-        self.keeper.released(self.aggregator.release(reduce), reduce)
+        self.keeper.released(self.aggregator.release(reduce), reduce, self.hub.units.ledger.state())
 
 
 @pytest.fixture
@@ -118,6 +118,20 @@ def test_the_founders_optimizer_state_is_in_every_checkpoint_of_version_0_and_in
     assert again.hub.version == 1 and again.resumed == ()
     again.keeper.close(again.hub.state(), again.aggregator)
     assert set(load_file(tmp_path / "model.safetensors")) == {"w"}
+
+
+def test_units_that_were_done_by_the_last_release_are_not_dealt_again_by_a_broker_that_was_killed(tmp_path):
+    run = Run(tmp_path)
+    run.found()
+    ledger = run.hub.units.ledger
+    ledger.deal("a#1", 4)
+    ledger.done("a#1", [0, 2])
+    run.release()
+    run.keeper._folder.close()  # killed: there is no checkpoint but that of version 0
+    again = Run(tmp_path)
+    assert (again.hub.version, again.hub.units.ledger.done_count) == (1, 2)
+    assert again.hub.units.ledger.deal("b#1", 3) == (1, 3, 4)
+    again.keeper.close(again.hub.state(), again.aggregator)
 
 
 def test_a_checkpoint_for_which_there_is_no_room_is_a_warning_and_is_tried_again(tmp_path, monkeypatch, caplog):

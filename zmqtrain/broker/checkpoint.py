@@ -58,6 +58,7 @@ class _Release(msgspec.Struct, array_like=True, frozen=True):
     frames: tuple[tuple[bytes, ...], ...]
     landed: tuple[tuple[str, int], ...]
     samples: int
+    ledger: dict[str, Any] = {}
 
 
 def model_arrays(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
@@ -127,10 +128,12 @@ def read_journal(path: Path) -> Iterator[bytes]:
 class RunFolder(CheckpointFolder):
     """The folder of one broker's run: its checkpoints, and the releases after the newest.
 
-    journal: of the releases after a checkpoint; None: none has begun, or it has ended.
+    journal: of the releases after a checkpoint; None: none has begun, or it has ended.  ledger: of the data units, as
+    it was at the last release that `replay` has given; {}: that is not known.
     """
 
     journal: Journal | None = None
+    ledger: Mapping[str, Any] = {}
 
     def close(self) -> None:
         """Close the journal, and give the folder back."""
@@ -148,11 +151,14 @@ class RunFolder(CheckpointFolder):
             self.journal.close()
             self.journal = None
 
-    def release(self, record: JournalRecord) -> None:
-        """Write one release to the journal, if there is one. Raises CheckpointError; it may be tried again."""
+    def release(self, record: JournalRecord, ledger: dict[str, Any] | None = None) -> None:
+        """Write one release to the journal, if there is one. Raises CheckpointError; it may be tried again.
+
+        ledger: the state of the data units' ledger by then.
+        """
         released, landed, samples = record
         frames = tuple(tuple(bytes(frame) for frame in frames) for frames in released.frames)
-        one = _Release(released.version, released.codec, released.fragments, frames, landed, samples)
+        one = _Release(released.version, released.codec, released.fragments, frames, landed, samples, ledger or {})
         if self.journal is not None:
             self.journal.append(msgspec.msgpack.encode(one))
 
@@ -173,6 +179,7 @@ class RunFolder(CheckpointFolder):
                 ) from error
             if one.version == version + 1:
                 version += 1
+                self.ledger = one.ledger
                 yield Released(one.version, one.codec, one.fragments, one.frames), one.landed, one.samples
 
     def resume(self, state: dict[str, Any], arrays: dict[str, Any], hub: Hub, aggregator: Aggregator) -> None:
@@ -183,6 +190,8 @@ class RunFolder(CheckpointFolder):
         for released, landed, samples in self.replay(hub.version):
             aggregator.replay(released)
             hub.replay(released.version, landed, samples)
+        if self.ledger and hub.settings.mode != "strict":  # there the nodes say what they have reached
+            hub.units.restore(dict(self.ledger))
 
 
 MODEL_FILE = "model.safetensors"
@@ -516,8 +525,8 @@ class Keeper:
         self._moments = _moments(arrays) if version == 0 else ()
         return state, self._moments
 
-    def released(self, released: Released, reduce: Reduce) -> None:
-        """Write a release to the journal, before any node hears of it.
+    def released(self, released: Released, reduce: Reduce, ledger: dict[str, Any] | None = None) -> None:
+        """Write a release to the journal, before any node hears of it. ledger: of the data units by then.
 
         Waits while there is no room for it. Raises CheckpointError if `end` is called meanwhile.
         """
@@ -528,7 +537,7 @@ class Keeper:
                 if self._no_journal_since is not None:
                     self._folder.begin_journal(self._no_journal_since)
                     self._no_journal_since = None
-                self._folder.release((released, reduce.landed, reduce.samples))
+                self._folder.release((released, reduce.landed, reduce.samples), ledger)
                 break
             except CheckpointError as error:
                 if not self.waits_for_room:

@@ -449,13 +449,13 @@ class ReleasePipeline:
         if reduce.back_to >= 0:  # no snapshot of what is taken back, no delta that was made on it
             self._snapshots.restart(())
             self._uploads.whole.clear()
-        spawn(self._release(reduce, len(self._hub.live)))
+        spawn(self._release(reduce, len(self._hub.live), self._hub.units.ledger.state()))
         if self._hub.version == reduce.version:
             self.save_when_due(together=True)
 
-    async def _release(self, reduce: Reduce, nodes: int) -> None:
+    async def _release(self, reduce: Reduce, nodes: int, ledger: dict[str, Any]) -> None:
         values = self._aggregator.values_of(reduce.fragments)
-        released = await self._codec(self._make_release, reduce, nodes, values=values)
+        released = await self._codec(self._make_release, reduce, nodes, ledger, values=values)
         if released.overflowed:
             self._core.log.overflowed(released.version, reduce)
         for one, judgement in released.left_out:
@@ -470,10 +470,10 @@ class ReleasePipeline:
         self._snapshots.cache.released(released, reduce)
         self._core.downlink.send_aggregate(released, reduce, lambda peer: peer != standby)
 
-    def _make_release(self, reduce: Reduce, nodes: int) -> Released:
+    def _make_release(self, reduce: Reduce, nodes: int, ledger: dict[str, Any]) -> Released:
         released = self._aggregator.release(reduce)
         self._aggregator.came(clock.monotonic())
-        self._keeper.released(released, reduce)
+        self._keeper.released(released, reduce, ledger)
         left_out = [one for one, _ in released.left_out]
         self._core.events.released(reduce, nodes, released.codec, released.frames, left_out)
         return released
