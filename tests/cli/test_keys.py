@@ -21,7 +21,11 @@ def test_keys_are_made_listed_and_revoked_and_no_secret_is_ever_printed(
     secrets = [CurveKeys.load(folder.secret_of(name)).secret.decode() for name in ("pc1", "pc2")]
     said = capsys.readouterr().out
     assert f"scp {folder.secret_of('pc2')} pc2:" in said and "zmqtrain keys new NAME makes one" in said
+    folder.new(["lab"])
     assert main(["keys", "revoke", "pc1"]) == 0
+    assert "still comes in" in capsys.readouterr().out
+    assert main(["keys", "revoke", "lab"]) == 0
+    assert "still comes in" not in capsys.readouterr().out
     assert main(["keys", "list"]) == 0
     listed = capsys.readouterr().out
     rows = [line.split() for line in listed.splitlines()]

@@ -38,12 +38,12 @@ def test_a_key_is_found_in_the_working_folder_the_home_folder_and_the_key_folder
     assert access.found == path and access.credentials == read_credentials(None, path)
 
 
-def test_the_working_folder_comes_before_the_home_folder_and_the_labs_name_before_this_pcs(places):
+def test_the_working_folder_comes_before_the_home_folder_and_this_pcs_name_before_the_labs(places):
     put(places.home, "lab")
-    put(places.working, "pc1")
-    assert find_key(places, False).found == places.working / "pc1.key_secret"
     put(places.working, "lab")
     assert find_key(places, False).found == places.working / "lab.key_secret"
+    put(places.working, "pc1")
+    assert find_key(places, False).found == places.working / "pc1.key_secret"
 
 
 def test_of_several_keys_of_other_names_none_is_chosen_and_it_is_said_where_was_looked(places):

@@ -36,7 +36,7 @@ from zmqtrain.node.shards import ShardedNode
 from zmqtrain.protocol.members import name_missing
 from zmqtrain.protocol.messages import MAX_SENTENCE, Roster, fields_of, printable
 from zmqtrain.transport.address import parse_address, parse_addresses, split_key
-from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
+from zmqtrain.transport.key_folder import EVERY_PC, HUB, KeyFolder, default_key_folder
 
 LOOK_SECONDS = 0.05
 NOT_WELL = 1
@@ -240,9 +240,8 @@ def _stop(config: StopConfig) -> int:
     check_host(config.hub)
 
     def say(node: Node) -> None:
-        print(
-            f"{node.run} is asked to end: every node then finishes its step and sends what it has computed", flush=True
-        )
+        text = f"asking {node.run} to end: every node then finishes its step and sends what it has computed"
+        print(text, flush=True)
 
     run, version = stop(config.hub, config.server_key, config.keys, wait_seconds=config.wait_seconds, welcomed=say)
     trained = "; its broker saves it and says where the model is" if version >= 0 else " untrained"
@@ -359,4 +358,7 @@ def _list(config: ListConfig) -> int:
 def _revoke(config: RevokeConfig) -> int:
     kept = config.key_folder.revoke(config.name)
     print(f"{config.name} is shut out, of a running broker within seconds; its public key is kept as {kept}")
+    if any((entry.name, entry.state) == (EVERY_PC, "authorised") for entry in config.key_folder.entries()):
+        print(f"A PC that also has {EVERY_PC}.key_secret still comes in. Once each PC has a key of its own, type:")
+        print(f"    {command_word('zmqtrain')} keys revoke {EVERY_PC}")
     return 0

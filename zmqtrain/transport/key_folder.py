@@ -317,7 +317,7 @@ def find_access(address: str, server_key: GivenServerKey = None, keys: GivenKeys
 def find_key(places: Places, of_hub: bool) -> Access:
     """Return the first pair that says for which hub it is; the hub's own pair where there is no other.
 
-    In each folder lab.key_secret is looked for, then that of this PC's name, then the only one.
+    In each folder that of this PC's name is looked for, then lab.key_secret, then the only one.
     """
     folders = places.in_turn(of_hub)
     for folder in folders:
@@ -327,7 +327,7 @@ def find_key(places: Places, of_hub: bool) -> Access:
                 return Access((pair.server, pair), path)
     if (own := find_hub_pair(places.folder)) is not None:
         return own
-    names = f"{EVERY_PC}{SUFFIX}, {places.host}{SUFFIX} or the only NAME{SUFFIX}"
+    names = f"{places.host}{SUFFIX}, {EVERY_PC}{SUFFIX} or the only NAME{SUFFIX}"
     return Access(looked=f"looked for {names} in {', '.join(map(str, folders))}")
 
 
@@ -343,7 +343,7 @@ def _candidates(folder: Path, host: str) -> Sequence[Path]:
         there = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX and path.stem != HUB)
     except OSError:
         return ()
-    named = [path for name in (EVERY_PC, host) for path in there if path.stem == name]
+    named = [path for name in (host, EVERY_PC) for path in there if path.stem == name]
     return named or (there if len(there) == 1 else ())
 
 
