@@ -88,6 +88,7 @@ REASONS = {
         "connection that does not speak as our nodes do here (without keys, or with another hub's key)",
         "connections that do not speak as our nodes do here (without keys, or with another hub's key)",
     ),
+    "with a key": ("connection with a key, where none is used", "connections with a key, where none is used"),
     "unfinished": ("connection that ended before it was greeted", "connections that ended before they were greeted"),
     "key": ("connection with a key that is not authorised", "connections with a key that is not authorised"),
     "revoked": ("message of a key that was revoked", "messages of a key that was revoked"),
@@ -109,15 +110,17 @@ REASONS = {
 }
 """What is refused: in a few words, of one and of several."""
 
-NORMAL = frozenset({"life", "unfinished"})
-"""What happens in normal life: a node connects again, `zmqtrain doctor` looks whether the port is open."""
+NORMAL = frozenset({"life", "unfinished", "with a key"})
+"""What happens in normal life: a node connects again, `zmqtrain doctor` looks whether the port is open, a program tries
+the key that it has found at a hub that uses none, and then comes in without."""
 
 
 class Refusals:
-    """The refusals at one port, in its loop. news: opened at each.  counts: by reason, since the beginning."""
+    """The refusals at one port, in its loop. where: the port, in words.  news: opened at each.  counts: by reason,
+    since the beginning."""
 
     def __init__(self, where: str, news: Gate | None = None, clock: Clock = time) -> None:
-        self._where, self._news, self._clock = where, news or Gate(), clock
+        self.where, self._news, self._clock = where, news or Gate(), clock
         self._recent: deque[tuple[float, int]] = deque()  # the beginnings of spans of GRAIN_SECONDS, with counts
         self.counts: Counter[str] = Counter()
         self._unsaid: Counter[str] = Counter()
@@ -128,7 +131,7 @@ class Refusals:
         """Count one. whose: an address or a name, for people."""
         self.counts[reason] += 1
         if reason in NORMAL:
-            logger.debug("%s: a %s (%s)", self._where, REASONS[reason][0], whose)
+            logger.debug("%s: a %s (%s)", self.where, REASONS[reason][0], whose)
             return self._news.open()
         self._unsaid[reason] += 1
         now = self._clock.monotonic()
@@ -165,7 +168,7 @@ class Refusals:
     def _say(self) -> None:
         for reason, count in self._unsaid.items():
             last = f" (the last: {self._last[reason]})" if reason in self._last else ""
-            logger.warning("%s refused %d %s%s", self._where, count, REASONS[reason][count > 1], last)
+            logger.warning("%s refused %d %s%s", self.where, count, REASONS[reason][count > 1], last)
         self._unsaid.clear()
 
 

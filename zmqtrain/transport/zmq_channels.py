@@ -688,7 +688,9 @@ class RouterChannel:
             self.context.term()
             raise bind_error(address, error.errno or 0) from error
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.address = f"tcp://{connectable_host(host)}:{endpoint.rpartition(':')[2]}"
+        port = endpoint.rpartition(":")[2]
+        self.address = f"tcp://{connectable_host(host)}:{port}"
+        self._refusals.where = f"the port at {address.rpartition(':')[0]}:{port}"  # of port 0, the one that was found
 
     @property
     def refusals(self) -> Counter[str]:

@@ -224,6 +224,7 @@ SPARE_DESCRIPTORS, LEAST_CONNECTIONS = 128, 16
 
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _UNFINISHED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _FAILED = _REFUSED | _UNFINISHED | int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _ACCEPTED, _DISCONNECTED, _CLOSED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_CLOSED)
 _NUMBERS = itertools.count()
@@ -368,7 +369,8 @@ class ConnectionGuard:
             self.gone(value)
             self._news.open()
         elif event & _FAILED and event != _REFUSED:  # that was counted by who refused it
-            self._refusals.count("unfinished" if event == _UNFINISHED else "handshake")
+            keyless = value == _OTHER_MECHANISM and self._socket.mechanism == zmq.NULL
+            self._refusals.count("unfinished" if event == _UNFINISHED else "with a key" if keyless else "handshake")
 
     def _accepted(self, descriptor: int) -> None:
         try:
