@@ -391,6 +391,27 @@ def test_the_model_is_the_best_version_where_the_last_one_scores_worse_and_the_l
     assert (best.evaluation, best.evaluation_version) == ({"loss": 0.14}, 3)
 
 
+def test_the_best_version_is_still_the_best_when_the_run_is_resumed_and_ends_again(tmp_path):
+    of_losses(tmp_path, [0.5, 0.2, 0.14, 0.3, 206.0])
+    for _ in range(2):  # started, and ended at once
+        run = Run(tmp_path)
+        run.keeper.close(run.hub.state(), run.aggregator)
+        facts = {path.name: read_model(path)[1] for path in tmp_path.glob("model*.safetensors")}
+        assert {facts[name].version for name in facts} == {3, 5} and len(facts) == 2
+    run = Run(tmp_path)
+    run.release()
+    assert not run.keeper.is_best(6, 0.2) and run.keeper.is_best(6, 0.1)
+    assert run.keeper.keep_best(6, {"loss": 0.1}, 60, run.aggregator)
+    run.keeper.close(run.hub.state(), run.aggregator)
+    assert [path.name for path in tmp_path.glob("model*.safetensors")] == ["model.safetensors"]
+    assert load_file(tmp_path / "model.safetensors")["w"][0] == 6.0
+    run = Run(tmp_path)
+    run.keeper.forget_best()  # it is founded again
+    run.release()
+    run.keeper.close(run.hub.state(), run.aggregator)
+    assert load_file(tmp_path / "model.safetensors")["w"][0] == 7.0
+
+
 def test_of_several_brokers_a_version_is_the_best_once_the_parts_of_all_are_here(tmp_path):
     keeper = Keeper(tmp_path)
     first, second = {"w": np.zeros(2, np.float32)}, {"w": np.ones(2, np.float32)}

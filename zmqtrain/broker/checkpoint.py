@@ -30,6 +30,7 @@ from zmqtrain.checkpoint.model_files import (
     facts_from_metadata,
     facts_from_state,
     facts_to_metadata,
+    read_model,
     write_model,
 )
 from zmqtrain.codecs.fragment import Layout
@@ -491,6 +492,7 @@ class Keeper:
                 "Give the same settings to resume that run, or another --checkpoint folder to begin a new one"
             )
         folder.resume(state, arrays, hub, aggregator)
+        self._resume_best(folder.folder, hub)
         saved = state["version"]
         if folder.skipped > hub.version:
             text = "%s has lost what was released after version %d: the checkpoint of version %d is torn, and the "
@@ -647,6 +649,21 @@ class Keeper:
             self._folder.close()
 
     # ------------------------------------------------------------------ the best of the versions that were evaluated
+
+    def _resume_best(self, folder: Path, hub: Hub) -> None:
+        """Go on from the best version that was evaluated before this broker was started, if its model file is here."""
+        if hub.shard or hub.settings.mode == "strict":
+            return
+        self._last_loss = (hub.score_version, hub.scores.get("loss", nan))
+        for file in (folder / name for name in (MODEL_FILE, BEST_FILE, LAST_FILE)):
+            try:
+                arrays, facts = read_model(file)
+            except (CheckpointError, OSError):  # there is none, or it is of no use
+                continue
+            known = facts.run == hub.run and facts.evaluation_version == facts.version <= hub.version
+            if known and facts.evaluation.get("loss", nan) < self._least_loss:
+                self._best = _Best(facts.version, facts.evaluation, facts.samples, -inf, 1, {0: arrays})
+                self._least_loss = self._best.loss
 
     def is_best(self, version: Version, loss: float) -> bool:
         """Return whether a version with this loss is the best so far, and must be kept; in the broker's loop."""
