@@ -343,6 +343,11 @@ def test_the_score_of_one_mean_is_not_said_of_the_next(node):
 def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.setattr("zmqtrain.node.node.SAY_WAITING_SECONDS", 0.01)
+    monkeypatch.setattr("zmqtrain.node.node.unknown_host", lambda addresses: "hub")
+    with pytest.raises(HubUnreachable, match="knows no host named 'hub'"):
+        node.wait_welcome(0.02)
+    assert not caplog.text
+    monkeypatch.setattr("zmqtrain.node.node.unknown_host", lambda addresses: "")
     with pytest.raises(HubUnreachable, match=r"no broker answers at tcp://hub:5555 \(waited 0.02 s\)"):
         node.wait_welcome(0.02)
     assert "nobody answers yet at tcp://hub:5555; trying for" in caplog.text

@@ -18,7 +18,6 @@ import itertools
 import re
 import reprlib
 import shutil
-import socket
 import sys
 import textwrap
 import tomllib
@@ -48,7 +47,7 @@ from zmqtrain.core.settings import (
     require,
 )
 from zmqtrain.planning.rules import check_rules
-from zmqtrain.transport.address import parse_address, parse_addresses
+from zmqtrain.transport.address import parse_addresses, say_unknown_host, unknown_host
 
 Config = TypeVar("Config")
 
@@ -409,18 +408,7 @@ def _checked(place: str, value: Any, kind: Any) -> Any:
 def check_host(address: str) -> None:
     """Raise NotHereYet if this PC knows no host of the name in `address`; a name service that times out is no reason.
 
-    Of several addresses with commas one must be known: the PC of another may be gone, and its name with it.
+    Of several addresses with commas one must be known.
     """
-    for host in dict.fromkeys(parse_address(one)[0] for one in parse_addresses(address)):
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except socket.gaierror as error:
-            if error.errno != socket.EAI_NONAME:
-                return
-            unknown = NotHereYet(
-                f"this PC knows no host named {host!r} ({address}): give the hub's address in numbers, as the broker "
-                "printed it, for example tcp://192.168.1.10:5555"
-            )
-            unknown.__cause__ = error
-    raise unknown
+    if host := unknown_host(parse_addresses(address)):
+        raise NotHereYet(say_unknown_host(host, address))

@@ -62,10 +62,10 @@ def connect(
     address: or several, "tcp://pc1:5555,tcp://pc2:5555", tried in turn where a standby may have taken over. Of several
     brokers the first is needed; the returned node speaks with all.  name: for people; default: the host's, or that of
     the checkpoint.
-    keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one. Default: lab.key_secret,
-    HOSTNAME.key_secret or the only NAME.key_secret in the working folder, the home folder or ~/.config/zmqtrain/keys;
-    on the hub itself from the last of these first.  server_key: the hub's public key, or its file; not needed if the
-    file of the pair names it.
+    keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one. Default: HOSTNAME.key_secret,
+    lab.key_secret or the only NAME.key_secret in the working folder, the home folder or ~/.config/zmqtrain/keys; on the
+    hub itself from the last of these first.  server_key: the hub's public key, or its file; not needed if the file of
+    the pair names it.
     codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
     events: records what happens here, as a `NodeRecorder`.
     link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,

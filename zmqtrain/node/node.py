@@ -76,7 +76,7 @@ from zmqtrain.protocol.peer import Peer, PeerRole, PeerState
 from zmqtrain.protocol.pipelines import Share
 from zmqtrain.session.environment import environment
 from zmqtrain.session.hub_session import REFUSED_SECONDS, HubSession, NullListener, Solitude
-from zmqtrain.transport.address import say_addresses, say_unreachable
+from zmqtrain.transport.address import say_addresses, say_unknown_host, say_unreachable, unknown_host
 from zmqtrain.transport.key_folder import Access
 from zmqtrain.transport.pacing import LinkShare
 
@@ -392,7 +392,10 @@ class Node(NullListener):
             return welcomed() or (bool(link.refused) and len(link.whereabouts) == 1)
 
         soon = min(SAY_WAITING_SECONDS, timeout_seconds)
-        if not self.wait(answered, soon) and (rest := timeout_seconds - soon) > 0:
+        came = self.wait(answered, soon)
+        if not (came or self._virtual) and (host := unknown_host(link.whereabouts)):
+            raise HubUnreachable(say_unknown_host(host, say_addresses(link.whereabouts)), self.address)
+        if not came and (rest := timeout_seconds - soon) > 0:
             logger.info("nobody answers yet at %s; trying for %.0f s more", say_addresses(link.whereabouts), rest)
             self.wait(answered, rest)
         if answered() and not welcomed():

@@ -182,6 +182,27 @@ def bind_error(address: str, number: int) -> ConfigError | AddressInUse:
     return ConfigError(f"cannot listen at {address} (error {number}: {errno.errorcode.get(number, 'unknown')})")
 
 
+def unknown_host(addresses: Sequence[str]) -> str:
+    """Return the last host that this PC does not know by name; "" if it knows one of them, or its name service does not
+    answer. The PC of another may be gone, and its name with it."""
+    host = ""
+    for host in dict.fromkeys(parse_address(split_key(one)[0])[0] for one in addresses):
+        try:
+            socket.getaddrinfo(host, None)
+            return ""
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_NONAME:
+                return ""
+    return host
+
+
+def say_unknown_host(host: str, address: str) -> str:
+    return (
+        f"this PC knows no host named {host!r} ({address}): give the hub's address in numbers, as the broker printed "
+        "it, for example tcp://192.168.1.10:5555"
+    )
+
+
 def say_unreachable(addresses: Sequence[str], seconds: float, obstacle: str) -> str:
     """Return what to tell who has waited so long for a broker at one of these addresses.
 
