@@ -15,6 +15,7 @@ import pytest
 import zmq
 from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 
+from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.core.errors import ChannelFull, HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta, PeerLost
 from zmqtrain.core.installed import how_to_upgrade, package_version
 from zmqtrain.core.settings import RunSettings
@@ -146,8 +147,9 @@ def test_a_broker_of_another_run_is_not_believed_and_training_goes_on(tmp_path, 
         trainer.wait_until(lambda: trainer.sync is not None and trainer.sync.statistics().version > 2)
         version = trainer.sync.statistics().version
         first.kill()
-        with BrokerProcess(settings, None, first.port):
+        with BrokerThread(first.address, settings):
             trainer.wait_until(lambda: "this node belongs to" in caplog.text)
+            assert caplog.text.count("pc-1 belongs to run-") == 1 and "it trains on alone" in caplog.text
             steps = trainer.steps
             trainer.wait_until(lambda: trainer.steps > steps + 20)
             assert trainer.sync.statistics().version >= version

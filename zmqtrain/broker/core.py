@@ -27,7 +27,17 @@ from zmqtrain.protocol.framing import ProtocolVersionError
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.members import MemberState
-from zmqtrain.protocol.messages import MAX_WORDS, Message, Quarantine, Refused, Report, Scalar, Schedule, printable
+from zmqtrain.protocol.messages import (
+    MAX_WORDS,
+    Hello,
+    Message,
+    Quarantine,
+    Refused,
+    Report,
+    Scalar,
+    Schedule,
+    printable,
+)
 from zmqtrain.protocol.pipelines import Share
 from zmqtrain.protocol.standby import TAKES_OVER
 from zmqtrain.session.downlink import Downlink
@@ -316,6 +326,16 @@ class BrokerLog:
             upgrade = f"upgrade this hub, and start its broker again with its --checkpoint. {TYPE}{how_to_upgrade()}"
             what = "upgrade that PC; it is told how" if error.is_older else upgrade
             self._log.warning("%s cannot come in: %s: %s", printable(peer), error, what)
+
+    def of_another_run(self, peer: PeerId, hello: Hello) -> None:
+        """A node came that has trained in another run; it leaves at once. Logged once for each."""
+        if self._is_first("run", peer):
+            name, run = printable(hello.name, LOGGED_CHARACTERS), printable(hello.run, LOGGED_CHARACTERS)
+            text = (
+                "%s belongs to %s, and this broker serves %s: it trains on alone. To go on with %s, end this broker, "
+                "and start it with --checkpoint and the folder of that run; or start %s again, and it joins this one"
+            )
+            self._log.warning(text, name, run, self._hub.run, run, name)
 
     # ------------------------------------------------------------------ the run
 
