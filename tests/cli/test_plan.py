@@ -91,7 +91,7 @@ def test_half_precision_parameters_and_an_optimizer_without_state_need_less(caps
     [
         (["--link", "fast"], "link is written like 1gbit, 100mbit or 12.5MB/s, not 'fast'"),
         (["--params", "lots"], "params is written like 100M"),
-        (["--codec", "tern"], "there is no 'tern'; a codec is one of float32"),
+        (["--codec", "tern"], "there is no 'tern' (did you mean ternary?); a codec is one of float32"),
         (["--nodes", "0"], "nodes must be at least 1, got 0"),
         (["--step-ms", "0"], "step_ms must be more than 0"),
         (["--share", "2"], "0 < share <= 1"),

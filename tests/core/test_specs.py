@@ -41,7 +41,7 @@ def test_an_argument_that_is_no_whole_number_is_refused():
         ("c", "'c': there is no 'c'; choose one of all, b:count=3,share=0.5"),
         ("all:", "'all:': nothing stands where an argument should; all takes no arguments"),
         ("b:count=2,", "nothing stands where an argument should; b takes count=3, share=0.5"),
-        ("b:cont=2", "cannot read 'cont=2'; b takes count=3, share=0.5"),
+        ("b:cont=2", "cannot read 'cont=2' (did you mean count?); b takes count=3, share=0.5"),
         ("b:count=2,count=2", "count is given twice; leave one out"),
         ("b:count=2.0", "'2.0' in 'count=2.0' is not a whole number, as 2"),
         ("b:share=inf", "'inf' in 'share=inf' is not a finite number, as 0.5"),

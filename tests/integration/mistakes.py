@@ -500,14 +500,14 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "`--codec tenary`",
-            ("codec = 'tenary': there is no 'tenary'; a codec is one of float32",),
+            ("codec = 'tenary': there is no 'tenary' (did you mean ternary?); a codec is one of float32",),
             "The codecs are listed; [codecs.md](codecs.md) says which to take, `auto` takes one",
             _broker("--codec", "tenary"),
             code=SERVICE,
         ),
         Mistake(
             "`--release quorom:3`",
-            ("release = 'quorom:3': there is no 'quorom'; choose one of all, quorum",),
+            ("release = 'quorom:3': there is no 'quorom' (did you mean quorum?); choose one of all, quorum",),
             "The rules are listed, with their arguments",
             _broker("--release", "quorom:3"),
             code=SERVICE,

@@ -58,7 +58,7 @@ def test_a_pc_without_a_card_is_not_warned(pc, caplog):
     pc("cpu", backend="cpu", driver=False)
     with caplog.at_level(logging.INFO, "zmqtrain"):
         assert say_device("pc-1", []) == "cpu"
-    assert [record.getMessage() for record in caplog.records] == ["pc-1 trains on cpu"]
+    assert [record.getMessage() for record in caplog.records] == ["pc-1 trains on cpu; JAX compiles its first step"]
 
 
 def test_what_jax_takes_of_a_cards_memory_is_said_once(pc, caplog):

@@ -27,7 +27,7 @@ from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochasti
 from zmqtrain.codecs.sparsify import blocktopk, randomk, topk
 from zmqtrain.codecs.wrappers import error_feedback, fragment, momentum_correction
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.specs import Made, Number, defaults_of, parse_spec
+from zmqtrain.core.specs import Made, Number, defaults_of, did_you_mean, parse_spec
 from zmqtrain.core.types import LeafSpec
 
 __all__ = [
@@ -122,7 +122,8 @@ def _check_name(text: str, member: str, last: bool) -> None:
         raise ConfigError(f"{text!r}: {member!r} is a codec, and stands last; before it: {', '.join(_BEFORE)}")
     if name not in (CODECS if last else _BEFORE):
         choices = f"a codec is one of {', '.join(CODECS)}; before it may stand {', '.join(_BEFORE)}"
-        raise ConfigError(f"{text!r}: there is no {name!r}; {choices}")
+        wrong = f"there is no {name!r}{did_you_mean(name, [*CODECS, *_BEFORE])}" if name else "no codec stands there"
+        raise ConfigError(f"{text!r}: {wrong}; {choices}")
 
 
 def _parse(text: str, member: str, families: Mapping[str, Mapping[str, Number]]) -> tuple[str, dict[str, Number]]:

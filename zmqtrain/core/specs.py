@@ -9,8 +9,9 @@ Rule 3: a text that cannot be read is a ConfigError that quotes the place and sh
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -33,7 +34,7 @@ def parse_spec(text: str, families: Families) -> tuple[str, dict[str, Number]]:
     """
     name, colon, rest = text.partition(":")
     if name not in families:
-        wrong = f"there is no {name!r}" if name else "no name stands there"
+        wrong = f"there is no {name!r}{did_you_mean(name, families)}" if name else "no name stands there"
         raise ConfigError(f"{text!r}: {wrong}; choose one of {_choices(families)}")
     arguments = dict(families[name])
     if not colon:
@@ -43,13 +44,20 @@ def parse_spec(text: str, families: Families) -> tuple[str, dict[str, Number]]:
         argument, equals, value = piece.partition("=")
         if argument not in arguments or not equals:
             known = ", ".join(f"{key}={_write(default)}" for key, default in families[name].items()) or "no arguments"
-            wrong = f"cannot read {piece!r}" if piece else "nothing stands where an argument should"
+            meant = did_you_mean(argument, arguments) if argument not in arguments else ""
+            wrong = f"cannot read {piece!r}{meant}" if piece else "nothing stands where an argument should"
             raise ConfigError(f"{text!r}: {wrong}; {name} takes {known}")
         if argument in seen:
             raise ConfigError(f"{text!r}: {argument} is given twice; leave one out")
         seen.add(argument)
         arguments[argument] = _read(text, piece, value, arguments[argument])
     return name, arguments
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean NAME?)" with the closest of the known names, "" if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def format_spec(name: str, arguments: Mapping[str, Number]) -> str:

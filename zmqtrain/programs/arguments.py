@@ -10,7 +10,6 @@ package without sources) is not known, and nobody guesses.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.specs import did_you_mean
 
 PLACE = "program_arguments"
 """The table of the settings, and the flag of the command line, under which a user finds these arguments."""
@@ -76,8 +76,7 @@ def check_arguments(program: str, signature: inspect.Signature, arguments: Mappi
         elif takes_any:
             ready[name] = value
         else:
-            close = difflib.get_close_matches(name, parameters, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            hint = did_you_mean(name, parameters)
             raise ConfigError(
                 f"{PLACE}.{name}: the program {program!r} has no such argument{hint}; it takes {_list(parameters)}"
             )

@@ -55,7 +55,7 @@ def say_device(name: str, leaves: Sequence[Any]) -> str:
         text = "%s trains on the processor, and this PC has an NVIDIA driver: JAX is installed without CUDA. Type:  %s"
         logger.warning(text, name, how_to_install("cuda12"))
         return device
-    logger.info("%s trains on %s", name, device)
+    logger.info("%s trains on %s; JAX compiles its first step", name, device)
     if jax.default_backend() == "gpu" and "memory" not in _said:
         _said.add("memory")
         logger.info(
