@@ -331,7 +331,7 @@ def test_every_member_of_the_family_is_held_to_these_laws():
         ("", "float32, bf16"),
         ("topk:density=0.01", r"stands before a codec: say for instance 'topk:density=0.01\+int8'"),
         ("int8+ternary", "'int8' is a codec, and stands last"),
-        ("topq+int8", "no .topq.; a codec is one of"),
+        ("topq+int8", r"no .topq. \(did you mean topk\?\); a codec is one of"),
         ("topk:density=2+int8", "density=2"),
         ("dct+feedback+int8", "stands before transforms"),
         ("+".join(["dct"] * 9 + ["int8"]), "at most 8"),
