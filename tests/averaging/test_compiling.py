@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import threading
 from collections.abc import Callable
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -44,8 +45,7 @@ def begin_run(values: int, settings: RunSettings = SETTINGS) -> None:
 
 @pytest.mark.parametrize("settings", [SETTINGS, RunSettings(shards=1)], ids=["said", "planned"])
 def test_the_code_of_all_codecs_of_a_run_is_made_once(asked: list[str], settings: RunSettings) -> None:
-    if fast.kernels(fast.LARGE_SLAB) is None:
-        pytest.skip("numba is not installed")
+    assert fast.kernels(fast.LARGE_SLAB) is not None, "numba is not installed: bin/test installs it"
     begin_run(fast.LARGE_SLAB, settings)
     assert {*asked} == {"ternary", "topk+sign"}
     asked.clear()
@@ -78,13 +78,21 @@ def test_a_small_model_of_many_leaves_does_not_wait_for_a_compiler(
 def test_a_program_waits_for_another_that_compiles_but_not_without_end(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = threading.Event()
-    run = threading.Thread(target=lambda: (began.set(), begin_run(fast.LARGE_SLAB)))
+    lock, failed = compiling._lock, threading.Semaphore(0)
+
+    def counting(file: BinaryIO) -> bool:
+        locked = lock(file)
+        if not locked:
+            failed.release()
+        return locked
+
+    monkeypatch.setattr(compiling, "_lock", counting)
+    run = threading.Thread(target=begin_run, args=[fast.LARGE_SLAB])
     with open(fast.__file__, "rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         run.start()
-        assert began.wait(60)
-        run.join(0.2)
+        for _ in range(3):
+            assert failed.acquire(timeout=60)
         assert run.is_alive() and not asked
     run.join(60)
     assert not run.is_alive() and compiling._compiled

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -149,7 +150,6 @@ def test_loops_that_numba_cannot_compile_are_left_to_numpy(spec, monkeypatch, ca
     def refuse(of):
         raise numba.core.errors.TypingError("not on this machine")
 
-    numba = pytest.importorskip("numba")
     codecs, counts = (codec_from_spec(spec),), (70_000,)
     values = [np.random.default_rng(0).standard_normal(70_000).astype(np.float32)]
     expected = encode_payload(codecs, values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -38,6 +37,8 @@ class Table:
 
     def __init__(self, count):
         self.barrier, self.laid, self.told, self.waits = threading.Barrier(count, timeout=SECONDS), [None] * count, 0, 0
+        self.waited = threading.Semaphore(0)
+        """Released each time that all have heard that the first one waits."""
 
 
 class ThreadLine:
@@ -59,7 +60,10 @@ class ThreadLine:
             self.table.waits += "waits" in message
             message = json.dumps(message), [np.array(array, np.float32).reshape(-1) for array in arrays]
         text, flat = self.exchange(message)[0]
-        return json.loads(text), flat
+        heard = json.loads(text)
+        if self.is_first and "waits" in heard:
+            self.table.waited.release()
+        return heard, flat
 
     def gather(self, numbers):
         return self.exchange(list(numbers))
@@ -93,7 +97,8 @@ class Leader(ScriptedExchange):
 
 def together(leader, main, count=3):
     """Run main(node, index) in `count` processes; return the result of each, or the error that it raised."""
-    table, results = Table(count), [None] * count
+    leader.table = table = Table(count)
+    results = [None] * count
 
     def process(index):
         try:
@@ -295,8 +300,11 @@ def test_trees_that_differ_are_refused_in_all_processes():
 
 
 class Waiting(Leader):
+    """It is let in once the others have heard twice that it waits."""
+
     def join(self, *arguments, **options):
-        time.sleep(0.1)
+        for _ in range(2):
+            assert self.table.waited.acquire(timeout=SECONDS)
         return super().join(*arguments, **options)
 
 
