@@ -28,7 +28,7 @@ import numpy as np
 
 from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.averaging.held_rounds import SlabThreads
-from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload
+from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.core.types import Buffer, ModelSpec, Offer, count_values
 from zmqtrain.train.anchor import DeviceMoves
 
@@ -85,6 +85,7 @@ class _Node:
         self.spec, self.model = spec, model
         self.watch, self.by_xla = Stopwatch(), Stopwatch(time.process_time)
         self.coder = DeltaCoder(self.model, settings_of(spec), threads=SlabThreads(1))
+        self.coder.stays_encoded = True
         self.codecs = self.coder.coding.of_fragment(self.coder.layout, 0)
         self.counts = self.coder.layout.counts(0)
         random = np.random.default_rng(0)
@@ -104,11 +105,10 @@ class _Node:
         return alone.frames
 
     def take(self, number: int, frames: Sequence[Buffer]) -> None:
-        """Decode the aggregate in which that offer has landed, rebase, and subtract."""
-        watch, coder = self.watch, self.coder
-        watch.time("check", lambda: check_payload(self.codecs, frames, self.counts))
+        """Check the aggregate in which that offer has landed, decode both onto the model, and subtract."""
+        coder = self.coder
         aggregate = aggregate_of(coder, 2 * number, frames)
-        update = watch.time("decode", lambda: coder.decode_aggregate(aggregate, (2 * number,), frames))
+        update = self.watch.time("check", lambda: coder.decode_aggregate(aggregate, (2 * number,), frames))
         coder.withdraw(2 * number)
         self.params, self.anchor = self.by_xla.time(
             "rebase",
@@ -126,8 +126,7 @@ class _Node:
             Pass("node", "unacknowledged: subtract one", size, max(0.0, ns["encode again"] - ns["encode"])),
             Pass("node", "judge what is sent", 0, ns["judge"]),
             Pass("node", "check what comes", size, ns["check"]),
-            Pass("node", "decode aggregate and own", 2 * size + 8, max(0.0, ns["decode"] - ns["check"])),
-            Pass("node", "rebase params and anchor", 24, ns["rebase"]),
+            Pass("node", "decode aggregate and own, rebase params and anchor", 2 * size + 16, ns["rebase"]),
         ]
 
 

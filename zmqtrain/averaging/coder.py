@@ -6,9 +6,12 @@ Rule 1: no clock, no socket; one thread calls it, and `SlabThreads` share its wo
 Rule 2: a u is kept compressed, just as it was sent.
 Rule 3: where the parameters live on an accelerator, a node gives its device's coder: what is compressed is encoded and
 decoded there, to the same bits; what is sent as it is (DENSE) goes by the host, which it would have to cross anyway.
-Rule 4: `Vectors` reuses the memory of what is decoded, because the kernel zeroes fresh memory page by page, which costs
-a codec as much as its own work, and because JAX on a CPU takes an array without a copy if it begins at a multiple of
-64 bytes. Memory is reused only when nothing refers to it: each time it is handed out as an array of its own, which
+Rule 4: where they live on a processor and `stays_encoded` is set, an aggregate is handed on as it came, once it has
+been checked: whoever applies it decodes it piece by piece within a core's cache (`EncodedSegments`), and nothing as
+large as the model is written and read for it.
+Rule 5: `Vectors` reuses the memory of what is decoded whole, because the kernel zeroes fresh memory page by page, which
+costs a codec as much as its own work, and because JAX on a CPU takes an array without a copy if it begins at a multiple
+of 64 bytes. Memory is reused only when nothing refers to it: each time it is handed out as an array of its own, which
 every view of it holds, and so does a JAX array until the last computation that reads it is done; a weak reference says
 whether that array is gone. (Reference counts do not: where references are borrowed they are too low.) One thread takes;
 any thread may let go. What was lent last is lent first, and what was not needed for a while is freed.
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
@@ -31,10 +34,14 @@ from numpy.typing import NDArray
 from zmqtrain.averaging.gate import DeltaGate
 from zmqtrain.averaging.held_rounds import SlabThreads
 from zmqtrain.averaging.snapshot import decode_optimizer_state, split_snapshot
+from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import Codec, codec_from_spec, coding_from_spec
-from zmqtrain.codecs.codec import State, fill_states, pack_states
+from zmqtrain.codecs.codec import State, address_of, fill_states, pack_states
 from zmqtrain.codecs.fragment import Layout, PartLayout, layout_of
 from zmqtrain.codecs.payload import (
+    Each,
+    Run,
+    SlabReader,
     check_payload,
     decode_payload,
     decode_segments,
@@ -49,6 +56,7 @@ from zmqtrain.core.types import (
     ALIGNMENT_BYTES,
     Array,
     Buffer,
+    CodedSegments,
     JoinedSegments,
     ModelSpec,
     Offer,
@@ -239,6 +247,48 @@ class Encoded:
     frames: tuple[Buffer, ...]
 
 
+class EncodedSegments(CodedSegments):
+    """See CodedSegments: a payload of one fragment, which has passed `check_payload`.
+
+    decode: returns its segments, in memory of the coder's.  each: does the work of the runs.
+    """
+
+    def __init__(
+        self,
+        codecs: tuple[Codec, ...],
+        frames: Sequence[Buffer],
+        counts: tuple[int, ...],
+        decode: Callable[[], JoinedSegments],
+        each: Each,
+    ) -> None:
+        self.codecs, self._counts, self._decode, self._each = codecs, counts, decode, each
+        self._reader = SlabReader(codecs, frames, counts)
+        self._segments: JoinedSegments | None = None
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def decoded(self) -> JoinedSegments:
+        if self._segments is None:
+            self._segments = self._decode()
+        return self._segments
+
+    def rebases_with(self, own: Sequence[Array] | None) -> bool:
+        return own is None or (isinstance(own, EncodedSegments) and own.codecs == self.codecs)
+
+    def rebase(
+        self, own: CodedSegments | None, places: Array, params: Sequence[Array], anchor: Sequence[Array]
+    ) -> None:
+        assert own is None or isinstance(own, EncodedSegments), "both are of one coder"
+        mine = None if own is None else own._reader
+        ours, behind = (np.array([address_of(leaf) for leaf in leaves], np.int64) for leaves in (params, anchor))
+
+        def rebase_run(run: Run) -> None:
+            self._reader.rebase_run(run, mine, places, ours, behind)
+
+        self._each(rebase_run, list(self._reader.runs()), sum(self._counts))
+
+
 class DeltaCoder:
     """Encodes offers and decodes aggregates and snapshots, for one model under one run's settings.
 
@@ -261,6 +311,8 @@ class DeltaCoder:
         self.coding = coding_from_spec(settings.at_first.codec)
         self.broadcast_coding = coding_from_spec(settings.at_first.broadcast_codec)
         self.device = device
+        self.stays_encoded = False
+        """Whether who applies an aggregate decodes it, where that pays: parameters that are not float32 do not."""
         self.unacked: dict[int, Encoded] = {}
         self.restarts = 0
         """How often all that was pending has been dropped."""
@@ -437,6 +489,8 @@ class DeltaCoder:
         return {fragment: self._segments(us, self.layout.counts(fragment)) for fragment, us in own.items()}
 
     def _segments(self, encoded: Sequence[Encoded], counts: Sequence[int]) -> Sequence[Array]:
+        if len(encoded) == 1 and self._stays(counts):
+            return self._encoded(self._codecs(encoded[0]), encoded[0].frames, counts)
         if self.device is None or any(self._goes_here(u.codec) for u in encoded):
             return self._sum(encoded)
         return self.device.decode_sum([(self._codecs(u), u.frames) for u in encoded], counts)
@@ -444,17 +498,32 @@ class DeltaCoder:
     def _codecs(self, encoded: Encoded) -> tuple[Codec, ...]:
         return codecs_and_counts(self.layout, encoded.codec, encoded.fragment)[0]
 
+    def _stays(self, counts: Sequence[int]) -> bool:
+        return self.stays_encoded and self.device is None and fast.kernels(sum(counts)) is not None
+
+    def _encoded(self, codecs: tuple[Codec, ...], frames: Sequence[Buffer], counts: Sequence[int]) -> EncodedSegments:
+        def decode() -> JoinedSegments:
+            return self._decode_here(codecs, frames, counts)
+
+        return EncodedSegments(codecs, frames, tuple(counts), decode, self._threads.each)
+
     def _sum(self, encoded: Sequence[Encoded]) -> JoinedSegments:
         total = self._vectors.take_segments(self.layout.counts(encoded[0].fragment))
         for number, u in enumerate(encoded):
             decode_segments(self._codecs(u), u.frames, total, add=number > 0, each=self._threads.each)
         return total
 
+    def _decode_here(
+        self, codecs: tuple[Codec, ...], frames: Sequence[Buffer], counts: Sequence[int]
+    ) -> JoinedSegments:
+        segments = self._vectors.take_segments(counts)
+        decode_segments(codecs, frames, segments, each=self._threads.each)
+        return segments
+
     def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
         codecs, counts = codecs_and_counts(self.layout, codec, fragment)
         if self.device is not None and not self._goes_here(codec):
             return self.device.decode(codecs, frames, counts)
         check_payload(codecs, frames, counts)
-        segments = self._vectors.take_segments(counts)
-        decode_segments(codecs, frames, segments, each=self._threads.each)
-        return segments
+        take = self._encoded if self._stays(counts) else self._decode_here
+        return take(codecs, frames, counts)

@@ -75,6 +75,9 @@ class RunLoops(NamedTuple):
     decode_into(frame, table, addresses, add): as of a Codec.
     check(frame, table): returns the first row with a slab that the codec's `check` refuses, -1 if there is none.
     energy(frame, table): as of a Codec, of all slabs together.
+    rebase(frame, own, table, places, params, anchor): decodes both frames, the second of the same form or without
+      bytes, and adds them as `rebase` of CodedSegments says; params, anchor: int64[leaves], addresses. None: of a codec
+      that is decoded first.
     available(): whether there is machine code for it, which the first call makes. Only then, and where `fast.kernels`
       has some, it is used.
     """
@@ -85,6 +88,7 @@ class RunLoops(NamedTuple):
     energy: Callable[[Numpy, Numpy], float]
     available: Callable[[], bool]
     columns: Callable[[int], tuple[int, ...]] = lambda count: ()
+    rebase: Callable[[Numpy, Numpy, Numpy, Numpy, Numpy, Numpy], None] | None = None
 
 
 class Codec(NamedTuple):

@@ -89,6 +89,8 @@ class Kernels(NamedTuple):
       rest = parameters - published.
     energy(frame, table, block, column of the first scales, column of how many values have some): of all slabs of a run,
       as `energy_of_scales` of codec.py.
+    rebase(shared, own, begin, places int64[m, 4], params int64[leaves], anchor int64[leaves]): as `CodedSegments`, for
+      the values from `begin` on that `shared` holds; own: as many, or none.  params, anchor: the leaves' addresses.
     """
 
     quantize: Callable[..., int]
@@ -100,25 +102,29 @@ class Kernels(NamedTuple):
     scatter: Callable[..., None]
     step: Callable[..., None]
     energy: Callable[..., float]
+    rebase: Callable[..., None]
 
 
 class TernaryLoops(NamedTuple):
     """As `Kernels`, for the slabs of runs that `ternary` codes.
 
     encode(addresses int64[rows], table int64[rows, 6], block, sent uint8[k, bytes], frame uint8[bytes], scratch
-      float32[block], scratch int16[block], scratch uint8[5 m]): as `_encode_ternary_numpy` of levels.py, for the slabs
+      float32[n], scratch int16[block], scratch uint8[5 m]): as `_encode_ternary_numpy` of levels.py, for the slabs
       of a `RunLoops` table, of the values there less what the frames in `sent` decode to; returns the first row that
       holds NaN or infinity, or -1.
     write(frame uint8, table, addresses, block, add): as `write_blocks` of the digits, slab after slab.
     write_slab(digits uint8, scales uint8, out, block, add): the same, of one slab.
     check(frame, table, block, largest byte, largest scale bits): the first row with a slab that
       `_check_ternary` of levels.py refuses, or -1.
+    rebase(frame, own frame uint8, table, block, places, params, anchor, scratch float32[n], scratch float32[n]): as of
+      `RunLoops`; n is a block at least, here and there.
     """
 
     encode: Callable[..., int]
     write: Callable[..., None]
     write_slab: Callable[..., None]
     check: Callable[..., int]
+    rebase: Callable[..., None]
 
 
 class TopkSignsLoops(NamedTuple):
@@ -131,11 +137,14 @@ class TopkSignsLoops(NamedTuple):
     write(frame, table, addresses, block, add, scratch int32[k], scratch float32[k]): as both decode them.
     check(frame, table, block, largest scale bits, smallest scale bits, scratch int32[k]): the first row with
       a slab that one of both refuses, or -1.
+    rebase(frame, own frame, table, block, places, params, anchor, scratch int32[k], scratch float32[k], scratch
+      float32[n], scratch float32[n]): as of `RunLoops`.
     """
 
     encode: Callable[..., int]
     write: Callable[..., None]
     check: Callable[..., int]
+    rebase: Callable[..., None]
 
 
 _lock = threading.Lock()
@@ -173,6 +182,12 @@ def topk_signs_loops() -> TopkSignsLoops | None:
     """Return the loops of `topk` and `sign`, where `kernels` has some; compiled when they are first asked for. None:
     they cannot be."""
     return _compiled(_compile_topk_signs)
+
+
+def rebase(shared: Any, own: Any, begin: int, places: Any, params: Any, anchor: Any) -> None:
+    """As `rebase` of `Kernels`, where there are some."""
+    assert _loaded is not None, "used only where there are some"
+    _loaded.rebase(shared, own, begin, places, 0, params, anchor)
 
 
 def energy_of_run(frame: Any, table: Any, block: int, scales: int, values: int) -> float:
@@ -315,7 +330,7 @@ def _compiler() -> _Compiler:
 
 
 def _compile(numba: Any) -> Kernels:
-    global _fetch, _first_one, _floats, _pick, _pack, _unpack, _signs, _energy_of_scales
+    global _fetch, _first_one, _floats, _pick, _pack, _unpack, _signs, _energy_of_scales, _row_of, _rebase
     _fetch, _first_one, _floats = _prefetch(numba), _trailing_zeros(numba), _vector(numba)
     of = _compiler()
     whole, written = of.whole, of.written
@@ -328,6 +343,8 @@ def _compile(numba: Any) -> Kernels:
     _unpack = of.jit(whole(of.frame, whole, whole, whole, written), _unpack)
     _signs = of.jit(whole(of.x, whole, of.scales), _signs)
     _energy_of_scales = of.jit(of.real(of.frame, whole, whole, whole, whole), _energy_of_scales)
+    _row_of = of.jit(whole(of.table, whole, whole), _row_of)
+    _rebase = of.jit(whole(of.x, of.x, whole, of.table, whole, of.numbers, of.numbers), _rebase)
     return Kernels(
         of.jit(quantize, _quantize),
         of.jit(of.void(of.codes, of.x, of.floats, whole, of.flag), _write),
@@ -338,34 +355,47 @@ def _compile(numba: Any) -> Kernels:
         of.jit(of.void(of.places, of.x, of.floats, of.flag), _scatter),
         of.jit(of.void(of.x, of.single, of.single, of.floats, of.x, of.floats), _step),
         of.jit(of.real(of.frame, of.table, whole, whole, whole), _energy),
+        _rebase,
     )
 
 
 def _compile_ternary(of: _Compiler) -> TernaryLoops:
-    global _write_block, _ternary_slab
+    global _write_digits, _ternary_blocks, _ternary_slab
     whole, scratch = of.whole, (of.floats, of.units, of.bytes)
-    _write_block = of.jit(of.void(of.frame, whole, of.frame, whole, whole, whole, of.floats, of.flag), _write_block)
+    _write_digits = of.jit(
+        of.void(of.frame, whole, of.frame, whole, whole, whole, whole, of.floats, of.flag), _write_digits
+    )
+    _ternary_blocks = of.jit(whole(of.x, whole, of.bytes, whole, of.units, of.bytes), _ternary_blocks)
     _ternary_slab = of.jit(whole(of.x, whole, of.frames, of.bytes, whole, whole, *scratch), _ternary_slab)
     return TernaryLoops(
         of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, *scratch), _ternary),
         of.jit(of.void(of.frame, of.table, of.numbers, whole, of.flag), _write_ternary),
         of.jit(of.void(of.frame, of.frame, of.floats, whole, of.flag), _write_ternary_slab),
         of.jit(whole(of.frame, of.table, whole, whole, whole), _check_ternary),
+        of.jit(
+            of.void(of.frame, of.frame, of.table, whole, of.table, of.numbers, of.numbers, of.floats, of.floats),
+            _rebase_ternary,
+        ),
     )
 
 
 def _compile_topk_signs(of: _Compiler) -> TopkSignsLoops:
-    global _sampled_key, _read_signs, _write_signs, _less_sent
+    global _sampled_key, _read_signs, _write_signs, _less_sent, _write_slab
     whole, written, floats = of.whole, of.written, of.floats
     _sampled_key = of.jit(whole(of.x, whole, whole, written), _sampled_key)
     _read_signs = of.jit(of.void(of.frame, of.row, whole, whole, written, floats), _read_signs)
     _write_signs = of.jit(whole(of.x, whole, of.bytes, whole, whole), _write_signs)
     _less_sent = of.jit(of.void(of.x, of.frames, of.row, whole, whole, written, floats, floats, floats), _less_sent)
+    _write_slab = of.jit(of.void(of.frame, of.row, whole, whole, written, floats, floats), _write_slab)
     scratch = (written, written, written, written, floats, floats, floats)
+    model = (of.table, of.numbers, of.numbers)
     return TopkSignsLoops(
         of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, of.guess, *scratch), _topk_signs),
         of.jit(of.void(of.frame, of.table, of.numbers, whole, of.flag, written, floats), _write_topk_signs),
         of.jit(whole(of.frame, of.table, whole, whole, whole, written), _check_topk_signs),
+        of.jit(
+            of.void(of.frame, of.frame, of.table, whole, *model, written, floats, floats, floats), _rebase_topk_signs
+        ),
     )
 
 
@@ -442,22 +472,40 @@ def _ternary(addresses: Any, table: Any, block: int, sent: Any, frame: Any, rest
 
 
 def _ternary_slab(
-    x: Any, block: int, sent: Any, frame: Any, first: int, scales_first: int, rest: Any, units: Any, digits: Any
+    x: Any, block: int, sent: Any, frame: Any, first: int, scales_at: int, rest: Any, units: Any, digits: Any
 ) -> int:
-    width, worst, scales_at = (x.size + 4) // 5, 0, scales_first
+    width, worst, piece = (x.size + 4) // 5, 0, rest.size // block * block
+    for begin in range(0, x.size, piece):
+        source = x[begin : begin + piece]
+        for i in range(begin + AHEAD_VALUES, begin + AHEAD_VALUES + piece, _LINE_VALUES):
+            _fetch(x, i)
+        if sent.shape[0]:
+            known = rest[: source.size]
+            for row in range(sent.shape[0]):
+                _write_digits(sent[row], first, sent[row], scales_at, width, begin, block, known, row > 0)
+            for i in range(known.size):
+                known[i] = source[i] - known[i]
+            worst = max(worst, _ternary_blocks(known, block, frame, scales_at, units, digits[begin : begin + piece]))
+        else:
+            worst = max(worst, _ternary_blocks(source, block, frame, scales_at, units, digits[begin : begin + piece]))
+        scales_at += piece // block * 2
+    three, packed = np.uint8(3), frame[first : first + width]
+    for i in range(x.size, 5 * width):
+        digits[i] = 1
+    for i in range(width):
+        upper = np.uint8(digits[i + 4 * width] * three + digits[i + 3 * width])
+        upper = np.uint8(upper * three + digits[i + 2 * width])
+        upper = np.uint8(upper * three + digits[i + width])
+        packed[i] = np.uint8(upper * three + digits[i])
+    return worst
+
+
+def _ternary_blocks(x: Any, block: int, frame: Any, scales_at: int, units: Any, digits: Any) -> int:
+    """Write the digits of whole blocks, and their scales; return the largest magnitude's bits."""
+    worst = 0
     for start in range(0, x.size, block):
         values, target = x[start : start + block], digits[start : start + block]
-        size = values.size
-        for i in range(start + AHEAD_VALUES, start + AHEAD_VALUES + block, _LINE_VALUES):
-            _fetch(x, i)
-        if sent.shape[0] == 0:
-            rest[:size] = values
-        else:
-            for row in range(sent.shape[0]):
-                _write_block(sent[row], first, sent[row], scales_at, width, start, rest[:size], row > 0)
-            for i in range(size):
-                rest[i] = values[i] - rest[i]
-        patterns = rest[:size].view(np.int32)
+        size, patterns = values.size, values.view(np.int32)
         largest = np.int32(0)
         for i in range(size):
             largest = max(largest, np.int32(patterns[i] & _MAGNITUDE))
@@ -466,7 +514,7 @@ def _ternary_slab(
         factor = np.int32((262 - exponent) << 23 if alive else 0).view(np.float32)
         total = np.int32(0)
         for i in range(size):
-            unit = np.int32(rest[i] * factor)
+            unit = np.int32(values[i] * factor)
             units[i] = np.int16(unit)
             total = np.int32(total + abs(unit))
         threshold = np.int32(total * 717 // (size * 1024))
@@ -484,14 +532,6 @@ def _ternary_slab(
         frame[scales_at] = scale & 255
         frame[scales_at + 1] = scale >> 8
         scales_at += 2
-    three, packed = np.uint8(3), frame[first : first + width]
-    for i in range(x.size, 5 * width):
-        digits[i] = 1
-    for i in range(width):
-        upper = np.uint8(digits[i + 4 * width] * three + digits[i + 3 * width])
-        upper = np.uint8(upper * three + digits[i + 2 * width])
-        upper = np.uint8(upper * three + digits[i + width])
-        packed[i] = np.uint8(upper * three + digits[i])
     return worst
 
 
@@ -501,19 +541,13 @@ def _write_ternary(frame: Any, table: Any, addresses: Any, block: int, add: bool
         first, scales_first, width = table[row, _DIGITS], table[row, SCALES], (slab + 4) // 5
         out = _floats(addresses[row], slabs * slab)
         for begin in range(0, out.size, slab):
-            values, scales_at = out[begin : begin + slab], scales_first
-            for start in range(0, slab, block):
-                _write_block(frame, first, frame, scales_at, width, start, values[start : start + block], add)
-                scales_at += 2
+            _write_digits(frame, first, frame, scales_first, width, 0, block, out[begin : begin + slab], add)
             first += stride
             scales_first += stride
 
 
 def _write_ternary_slab(packed: Any, scales: Any, out: Any, block: int, add: bool) -> None:
-    width, scales_at = (out.size + 4) // 5, 0
-    for start in range(0, out.size, block):
-        _write_block(packed, 0, scales, scales_at, width, start, out[start : start + block], add)
-        scales_at += 2
+    _write_digits(packed, 0, scales, 0, (out.size + 4) // 5, 0, block, out, add)
 
 
 def _check_ternary(frame: Any, table: Any, block: int, largest_byte: int, largest_scale: int) -> int:
@@ -538,32 +572,38 @@ def _check_ternary(frame: Any, table: Any, block: int, largest_byte: int, larges
     return -1
 
 
-def _write_block(
-    packed: Any, first: int, scales: Any, scales_at: int, width: int, start: int, out: Any, add: bool
+def _write_digits(
+    packed: Any, first: int, scales: Any, scales_at: int, width: int, start: int, block: int, out: Any, add: bool
 ) -> None:
-    """Decode one block of a slab that begins at byte `first` of `packed`, the values from `start` on, into `out`."""
+    """Decode a slab's values from `start` on, where a block begins, into `out`. first: the slab's first byte in
+    `packed`.  scales_at: the byte of that block's scale."""
     three, one = np.uint32(3), np.int16(1)
-    scale = np.int32((int(scales[scales_at]) | int(scales[scales_at + 1]) << 8) << 16).view(np.float32)
-    done = 0
-    while done < out.size:  # a block may reach into the next plane
-        plane = (start + done) // width
-        place = first + start + done - plane * width
-        size = min(out.size - done, (plane + 1) * width - start - done)
-        # byte * factor / 65536 has the fraction of byte / 3 ** (plane + 1), near enough: its first digit to base three
-        # is byte // 3 ** plane % 3, for all bytes that hold five digits
-        factor = _FACTORS[plane]
-        source, target = packed[place : place + size], out[done : done + size]
-        if add:
-            for i in range(size):
-                fraction = np.uint16(np.uint16(source[i]) * factor)
-                digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
-                target[i] += np.float32(np.int16(digit - one)) * scale
-        else:
-            for i in range(size):
-                fraction = np.uint16(np.uint16(source[i]) * factor)
-                digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
-                target[i] = np.float32(np.int16(digit - one)) * scale
-        done += size
+    plane, place, left = start // width, first + start % width, width - start % width
+    for begin in range(0, out.size, block):
+        scale = np.int32((int(scales[scales_at]) | int(scales[scales_at + 1]) << 8) << 16).view(np.float32)
+        scales_at += 2
+        done, end = begin, min(begin + block, out.size)
+        while done < end:  # a block may reach into the next plane
+            size = min(end - done, left)
+            # byte * factor / 65536 has the fraction of byte / 3 ** (plane + 1), near enough: its first digit to base
+            # three is byte // 3 ** plane % 3, for all bytes that hold five digits
+            factor = _FACTORS[plane]
+            source, target = packed[place : place + size], out[done : done + size]
+            if add:
+                for i in range(size):
+                    fraction = np.uint16(np.uint16(source[i]) * factor)
+                    digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
+                    target[i] += np.float32(np.int16(digit - one)) * scale
+            else:
+                for i in range(size):
+                    fraction = np.uint16(np.uint16(source[i]) * factor)
+                    digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
+                    target[i] = np.float32(np.int16(digit - one)) * scale
+            done += size
+            place += size
+            left -= size
+            if not left:
+                plane, place, left = plane + 1, first, width
 
 
 def _pick(x: Any, least: int, kept: int, candidates: Any, keys: Any, histogram: Any, places: Any, values: Any) -> int:
@@ -817,15 +857,20 @@ def _write_topk_signs(frame: Any, table: Any, addresses: Any, block: int, add: b
         out = _floats(addresses[row], slabs * slab)
         for number in range(slabs):
             target = out[number * slab : (number + 1) * slab]
-            _read_signs(frame, table[row], block, number * stride, places, values)
             if add:
+                _read_signs(frame, table[row], block, number * stride, places, values)
                 for i in range(kept):
                     target[places[i]] += values[i]
             else:
-                for i in range(slab):
-                    target[i] = np.float32(0)
-                for i in range(kept):
-                    target[places[i]] = values[i]
+                _write_slab(frame, table[row], block, number * stride, places, values, target)
+
+
+def _write_slab(frame: Any, columns: Any, block: int, moved: int, places: Any, values: Any, out: Any) -> None:
+    _read_signs(frame, columns, block, moved, places, values)
+    for i in range(out.size):
+        out[i] = np.float32(0)
+    for i in range(columns[KEPT]):
+        out[places[i]] = values[i]
 
 
 def _check_topk_signs(frame: Any, table: Any, block: int, largest_scale: int, smallest_scale: int, places: Any) -> int:
@@ -894,3 +939,80 @@ def _step(total: Any, live: np.float32, rate: np.float32, parameters: Any, publi
         new = parameters[i] + np.float32(np.float32(total[i] / live) * rate)
         parameters[i] = new
         rest[i] = new - published[i]
+
+
+def _row_of(places: Any, row: int, value: int) -> int:
+    """Return the row of `CodedSegments`' table in which a value lies; row: one at or before it."""
+    after = places.shape[0]
+    if value >= places[row, 0] + places[row, 1]:
+        while after - row > 1:
+            middle = (row + after) // 2
+            if places[middle, 0] <= value:
+                row = middle
+            else:
+                after = middle
+    return row
+
+
+def _rebase(shared: Any, own: Any, begin: int, places: Any, row: int, params: Any, anchor: Any) -> int:
+    """See `Kernels`. row: of the table, at or before the first value; returns that of the last."""
+    done = 0
+    while done < shared.size:
+        row = _row_of(places, row, begin + done)
+        inside, leaf = begin + done - places[row, 0], places[row, 2]
+        size, first = min(shared.size - done, places[row, 1] - inside), 4 * (places[row, 3] + inside)
+        ours, behind = _floats(params[leaf] + first, size), _floats(anchor[leaf] + first, size)
+        step = shared[done : done + size]
+        for i in range(size):
+            behind[i] += step[i]
+        if own.size:
+            mine = own[done : done + size]
+            for i in range(size):
+                ours[i] += np.float32(step[i] - mine[i])
+        else:
+            for i in range(size):
+                ours[i] += step[i]
+        done += size
+    return row
+
+
+def _rebase_ternary(
+    frame: Any, own: Any, table: Any, block: int, places: Any, params: Any, anchor: Any, shared: Any, known: Any
+) -> None:
+    at, piece = 0, shared.size // block * block
+    for row in range(table.shape[0]):
+        slabs, slab, stride = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE]
+        first, scales_first, width = table[row, _DIGITS], table[row, SCALES], (slab + 4) // 5
+        for begin in range(table[row, 0], table[row, 0] + slabs * slab, slab):
+            for start in range(0, slab, piece):
+                size, scales_at = min(piece, slab - start), scales_first + start // block * 2
+                _write_digits(frame, first, frame, scales_at, width, start, block, shared[:size], False)
+                if own.size:
+                    _write_digits(own, first, own, scales_at, width, start, block, known[:size], False)
+                at = _rebase(shared[:size], known[: size if own.size else 0], begin + start, places, at, params, anchor)
+            first += stride
+            scales_first += stride
+
+
+def _rebase_topk_signs(
+    frame: Any,
+    own: Any,
+    table: Any,
+    block: int,
+    places: Any,
+    params: Any,
+    anchor: Any,
+    picked: Any,
+    values: Any,
+    shared: Any,
+    known: Any,
+) -> None:
+    at = 0
+    for row in range(table.shape[0]):
+        slabs, slab, stride = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE]
+        step, mine = shared[:slab], known[: slab if own.size else 0]
+        for number in range(slabs):
+            _write_slab(frame, table[row], block, number * stride, picked, values, step)
+            if own.size:
+                _write_slab(own, table[row], block, number * stride, picked, values, mine)
+            at = _rebase(step, mine, table[row, 0] + number * slab, places, at, params, anchor)

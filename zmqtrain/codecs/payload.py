@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import sqrt
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,10 @@ from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import MAX_FRAME_BYTES, Array, Buffer
 
+Item = TypeVar("Item")
+
 Vector = NDArray[np.float32]
+Numbers = NDArray[np.int64]
 
 _VERSION = 2
 _HEADER = struct.Struct("<B3xIII")
@@ -239,11 +242,11 @@ def compile_loops(codecs: Sequence[Codec], counts: Sequence[int]) -> None:
 class Each(Protocol):
     """Does a piece of work for each of several items that are independent, in one thread or in several."""
 
-    def __call__(self, work: Callable[[Run], object], items: Sequence[Run], values: int, /) -> None:
+    def __call__(self, work: Callable[[Item], object], items: Sequence[Item], values: int, /) -> None:
         """Return when all is done. values: that all items have together. Raises what `work` raised for the earliest."""
 
 
-def one_by_one(work: Callable[[Run], object], items: Sequence[Run], values: int, /) -> None:
+def one_by_one(work: Callable[[Item], object], items: Sequence[Item], values: int, /) -> None:
     """See Each: in this thread."""
     for item in items:
         work(item)
@@ -368,6 +371,28 @@ class SlabReader:
         """Add the slabs of a run to their places in `out`. Without `add` write them there."""
         with np.errstate(over="ignore"):  # of huge values the sum may be infinite
             _decode_run(self.plan, run, self.frame(run.frame), out, add)
+
+    def rebase_run(self, run: Run, own: SlabReader | None, places: Numbers, params: Numbers, anchor: Numbers) -> None:
+        """See `rebase` of CodedSegments: for the slabs of a run, whose values are decoded within a cache.
+
+        own: a payload of the same form.  params, anchor: int64[leaves], where their values begin in memory.
+        """
+        frame, known = self.frame(run.frame), _NO_BYTES if own is None else own.frame(run.frame)
+        loops = self.plan.loops(run)
+        if loops is not None and loops.rebase is not None:
+            loops.rebase(frame, known, run.table, places, params, anchor)
+            return
+        first = self.plan.slabs[run.slabs.start].start
+        shared, mine = (_scratch.take(name, run.values, np.float32) for name in ("shared", "own"))
+        self.add_run(run, PayloadMemory.flat(shared, first), add=False)
+        if own is None:
+            mine = mine[:0]
+        else:
+            own.add_run(run, PayloadMemory.flat(mine, first), add=False)
+        fast.rebase(shared, mine, first, places, params, anchor)
+
+
+_NO_BYTES = np.zeros(0, np.uint8)
 
 
 def _decode_run(plan: PayloadPlan, run: Run, frame: NDArray[np.uint8], out: PayloadMemory, add: bool) -> None:

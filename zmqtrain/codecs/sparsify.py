@@ -489,7 +489,12 @@ def _loops_with_signs(kept: Callable[[int], int], guess: _Guess, block: int) -> 
     def energy(frame: Numpy, table: Numpy) -> float:
         return fast.energy_of_run(frame, table, block, fast.MEANS, fast.KEPT)
 
-    return RunLoops(encode, write, check, energy, lambda: fast.topk_signs_loops() is not None, columns)
+    def rebase(frame: Numpy, own: Numpy, table: Numpy, places: Numpy, params: Numpy, anchor: Numpy) -> None:
+        found, longest = (_candidates.picked, _candidates.values), int(table[:, fast.SLAB].max())
+        shared, mine = (_scratch.take(name, longest, np.float32) for name in ("shared", "own"))
+        _loops().rebase(frame, own, table, block, places, params, anchor, *found, shared, mine)
+
+    return RunLoops(encode, write, check, energy, lambda: fast.topk_signs_loops() is not None, columns, rebase)
 
 
 def _loops() -> fast.TopkSignsLoops:

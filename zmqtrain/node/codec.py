@@ -23,7 +23,7 @@ from zmqtrain.averaging.coder import DeltaCoder, Encoded, encode_snapshot, mean_
 from zmqtrain.averaging.snapshot import digest_of, encode_optimizer_state
 from zmqtrain.core.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Array, Buffer, Offer, Update, Version
+from zmqtrain.core.types import Array, Buffer, CodedSegments, Offer, Update, Version
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.offers import Offers, Restarts
 from zmqtrain.protocol.effects import Deliver
@@ -190,7 +190,8 @@ def _is_aggregate(deliver: Deliver | None) -> bool:
 def _decoded_bytes(update: Update) -> int:
     anchor = [part.values for part in update.anchor or ()]
     parts = (*update.aggregate.values(), *update.own.values(), anchor, update.optimizer_state or ())
-    return sum(4 * math.prod(array.shape) for arrays in parts for array in arrays)
+    decoded = [arrays for arrays in parts if not isinstance(arrays, CodedSegments)]
+    return sum(4 * math.prod(array.shape) for arrays in decoded for array in arrays)
 
 
 class CodecNode(Protocol):
@@ -269,6 +270,7 @@ class NodeCodec:
             text = "%s cannot compress on its device: its parameters lie on several; it is done on the processor"
             logger.warning(text, self._node.name)
             coder.device = None
+        coder.stays_encoded = on_processor(segments)
 
     # ------------------------------------------------------------------ out (codec thread)
 
@@ -403,9 +405,19 @@ def codec_failure(name: str, error: BaseException) -> ZmqTrainError:
 
 def on_accelerator(segments: Sequence[Array]) -> bool:
     """Return whether these are jax arrays, all on one device that is not a processor."""
+    return _platform_of(segments) not in ("", "cpu")
+
+
+def on_processor(segments: Sequence[Array]) -> bool:
+    """Return whether these are jax arrays, all on one device that is a processor."""
+    return _platform_of(segments) == "cpu"
+
+
+def _platform_of(segments: Sequence[Array]) -> str:
+    """Return what kind of device these jax arrays are on, "" if there are several devices or other arrays."""
     devices = _devices_of(segments)
     everything = all(hasattr(segment, "devices") for segment in segments)
-    return everything and len(devices) == 1 and devices.pop().platform != "cpu"
+    return str(devices.pop().platform) if everything and len(devices) == 1 else ""
 
 
 def _devices_of(segments: Sequence[Array]) -> set[Any]:

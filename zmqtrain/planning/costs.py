@@ -274,7 +274,8 @@ DISPATCH_SECONDS = 0.005
 
 REBASE_NS = 2.0
 """What training loses besides per parameter of the fragment, where a processor subtracts and rebases: CPU time of all
-its threads. `bench/costs.py` prints this line, too."""
+its threads. `bench/costs.py` prints this line, too: of an aggregate that was decoded first. One that is decoded onto
+the model (`EncodedSegments`) takes about a third less in all: `bench/passes.py`. A plan is that much too careful."""
 
 CARD_NS = 0.3
 """What a codec takes of a card's own time, per parameter: not measured, but counted: some 60 bytes of its memory are

@@ -45,7 +45,8 @@ from numpy.typing import NDArray
 
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.interfaces import Layout
-from zmqtrain.core.types import Array, JoinedSegments, ModelSpec, joined_places
+from zmqtrain.core.types import Array, CodedSegments, JoinedSegments, ModelSpec, joined_places
+from zmqtrain.train import in_place
 from zmqtrain.train.processes import check_placed, each_has_all, gathered_stack, own_devices, put, whole_leaf
 
 AnchorOn = Literal["device", "host"]
@@ -131,8 +132,9 @@ class DeviceMoves:
     """The moves where one device holds everything: without state, so that all equal models share what is compiled."""
 
     def __init__(self, layout: Layout, model: ModelSpec, donate: bool, elastic: float = 1.0) -> None:
-        self.layout, self.elastic = layout, elastic
+        self.layout, self.donate, self.elastic = layout, donate, elastic
         self._dtypes = [jnp.dtype(spec.dtype) for spec in model]
+        self._places: dict[int, Numbers] = {}
         used_up = (0, 1) if donate else (1,)
         self._pending = jax.jit(self._take, static_argnums=(2, 3))
         self._move = jax.jit(self._both, static_argnums=4, donate_argnums=used_up)
@@ -158,6 +160,8 @@ class DeviceMoves:
             for share in {1.0, self.elastic}:
                 pending = self._pending.lower(ours, shared, fragment, share)
                 pending.compile()
+            if self._rebases(ours, fragment):
+                in_place.compile_for(ours, shared, donate=self.donate)
             segments: Any = [
                 jax.ShapeDtypeStruct(segment.shape, segment.dtype, sharding=_tied_to(leaf))  # type: ignore[no-untyped-call]
                 for segment, leaf in zip(pending.out_info, ours, strict=True)
@@ -183,16 +187,46 @@ class DeviceMoves:
         the sums of a small model.
         """
         for fragment in sorted({*aggregate, *own}):
-            ours, counts = self._touched(params, fragment), self.layout.counts(fragment)
-            fits = joined_places(counts)[1] < LARGEST_LOOPED
-            given = _in_one_memory if fits and _on_processor(ours) else _one_by_one
-            shared = aggregate.get(fragment) or [np.zeros(count, np.float32) for count in counts]
-            mine = given(own[fragment], counts) if fragment in own else None
-            forward, behind = self._move(ours, self._touched(anchor, fragment), given(shared, counts), mine, fragment)
             touched = self.layout.leaves(fragment)
+            ours, behind = self._touched(params, fragment), self._touched(anchor, fragment)
+            shared, mine = aggregate.get(fragment), own.get(fragment)
+            if isinstance(shared, CodedSegments) and shared.rebases_with(mine) and self._rebases(ours, fragment):
+                forward, behind = self._rebase(ours, behind, shared, mine, fragment)
+            else:
+                forward, behind = self._move(ours, behind, *self._given(ours, shared, mine, fragment), fragment)
             params = _replaced(params, dict(zip(touched, forward, strict=True)))
             anchor = _replaced(anchor, dict(zip(touched, behind, strict=True)))
         return list(params), anchor
+
+    def _rebases(self, ours: Leaves, fragment: int) -> bool:
+        """Return whether what is encoded can be decoded onto these leaves."""
+        dtypes = {self._dtypes[i] for i in self.layout.leaves(fragment)}
+        return dtypes == {jnp.dtype(jnp.float32)} and _on_processor(ours) and in_place.is_possible()
+
+    def _rebase(
+        self, ours: Leaves, behind: Leaves, shared: CodedSegments, own: Sequence[Array] | None, fragment: int
+    ) -> tuple[Leaves, Leaves]:
+        assert own is None or isinstance(own, CodedSegments), "or it could not be taken"
+        if fragment not in self._places:
+            self._places[fragment] = places_in_leaves(self.layout, fragment)
+        places, leaves = self._places[fragment], len(ours)
+
+        def rebase(arrays: Sequence[Vector]) -> None:
+            shared.rebase(own, places, arrays[:leaves], arrays[leaves:])
+
+        return in_place.work_on(ours, behind, rebase, donate=self.donate)
+
+    def _given(
+        self, ours: Leaves, shared: Sequence[Array] | None, own: Sequence[Array] | None, fragment: int
+    ) -> tuple[_Given, _Given | None]:
+        """Return what `_move` takes for an aggregate, or zeros, and an own part."""
+        counts = self.layout.counts(fragment)
+        fits = joined_places(counts)[1] < LARGEST_LOOPED
+        given = _in_one_memory if fits and _on_processor(ours) else _one_by_one
+        shared, own = (one.decoded() if isinstance(one, CodedSegments) else one for one in (shared, own))
+        if shared is None:
+            shared = [np.zeros(count, np.float32) for count in counts]
+        return given(shared, counts), None if own is None else given(own, counts)
 
     def adopt(self, params: Leaves, anchor: Leaves, new: Sequence[Any], own: Segments) -> tuple[Leaves, Leaves]:
         result: tuple[Leaves, Leaves] = self._replace(
@@ -251,6 +285,20 @@ def _in_one_memory(segments: Sequence[Array], counts: Sequence[int]) -> Any:
 
 
 _device_moves = lru_cache(maxsize=MODELS_KEPT)(DeviceMoves)
+
+
+def places_in_leaves(layout: Layout, fragment: int) -> Numbers:
+    """Return where the values of a fragment lie in the leaves that it touches: the table that `CodedSegments` takes."""
+    rows: list[tuple[int, int, int, int]] = []
+    at = 0
+    for number, leaf in enumerate(layout.leaves(fragment)):
+        for start, end in layout.spans(leaf, fragment).tolist():
+            if rows and rows[-1][2] == number and rows[-1][3] + rows[-1][1] == start:
+                rows[-1] = (*rows[-1][:1], rows[-1][1] + end - start, *rows[-1][2:])
+            else:
+                rows.append((at, end - start, number, start))
+            at += end - start
+    return np.array(rows, np.int64).reshape(-1, 4)
 
 
 def _tied_to(leaf: Any) -> Any:

@@ -1,0 +1,132 @@
+"""Work of ours on the memory of JAX's arrays, as XLA runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zmqtrain.train import in_place
+
+
+def add_two(arrays):
+    for values in arrays:
+        values += 2
+
+
+def made():
+    return [jnp.arange(6.0).reshape(2, 3), jnp.float32(1.0)], [jnp.ones(4), jnp.zeros((0, 3))]
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_it_changes_all_arrays_in_their_shapes(donate):
+    assert in_place.is_possible()
+    leaves, spent = in_place.work_on(*made(), add_two, donate=donate)
+    want = [np.arange(6.0).reshape(2, 3) + 2, np.float32(3.0)], [np.full(4, 3.0), np.zeros((0, 3))]
+    for got, expected in zip([*leaves, *spent], [*want[0], *want[1]], strict=True):
+        np.testing.assert_array_equal(got, expected)
+        assert got.shape == np.shape(expected)
+
+
+def test_with_donate_the_memory_is_that_of_the_leaves_and_else_they_stay():
+    leaves, spent = made()
+    was = [leaf.unsafe_buffer_pointer() for leaf in (leaves[0], spent[0])]
+    new, newer = in_place.work_on(leaves, spent, add_two, donate=True)
+    assert [leaf.unsafe_buffer_pointer() for leaf in (new[0], newer[0])] == was
+    assert leaves[0].is_deleted()
+    kept, spent = made()
+    in_place.work_on(kept, spent, add_two, donate=False)
+    np.testing.assert_array_equal(kept[0], np.arange(6.0).reshape(2, 3))
+    assert spent[0].is_deleted()
+
+
+def test_memory_that_is_not_jax_own_is_never_written():
+    mine = np.zeros(1 << 16, np.float32)
+    view_of = jnp.ones(1 << 16)
+    view = np.asarray(view_of)
+    result, _ = in_place.work_on([jax.device_put(mine), view_of], [], add_two, donate=True)
+    jax.block_until_ready(result)
+    assert not mine.any()
+    assert (view == 1).all()
+    assert float(result[0][0]) == 2
+
+
+def test_the_caller_goes_on_while_it_is_done():
+    may_go, threads = threading.Event(), []
+
+    def wait(arrays):
+        threads.append(threading.get_ident())
+        assert may_go.wait(60)
+        add_two(arrays)
+
+    leaves, _ = in_place.work_on(*made(), wait, donate=True)
+    assert not leaves[0].is_ready()
+    after = leaves[1] + 1  # what is computed from it waits for it
+    may_go.set()
+    assert float(after) == 4
+    assert threads != [threading.get_ident()]
+
+
+def test_it_waits_for_those_who_read_the_leaves():
+    """The copy that `jnp.sum` reads is the one before the work, though both are under way together."""
+    leaf = jnp.ones(1 << 20)
+    total = jnp.sum(leaf * leaf)
+    in_place.work_on([leaf], [], add_two, donate=True)
+    assert float(total) == 1 << 20
+
+
+def test_an_error_is_that_of_the_arrays(caplog):
+    def fail(_):
+        raise ValueError("no room")
+
+    leaves, spent = in_place.work_on(*made(), fail, donate=True)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: no room"):
+        jax.block_until_ready(leaves)
+    after, _ = in_place.work_on(leaves, spent, add_two, donate=False)  # of what has failed nothing is made
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+        jax.block_until_ready(after)
+    jax.block_until_ready(in_place.work_on(*made(), add_two, donate=True)[0])
+    assert in_place._jobs._waiting == {}  # what XLA never asked for is forgotten too
+    assert "no room" in caplog.text
+
+
+def test_leaves_that_are_used_up_are_refused_at_once_and_leave_nothing_behind():
+    leaves, spent = made()
+    leaves[0].delete()
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        in_place.work_on(leaves, spent, add_two, donate=False)
+    assert in_place._jobs._waiting == {}
+
+
+def test_a_program_that_ends_waits_for_what_is_under_way():
+    program = """
+import threading, jax.numpy as jnp
+from zmqtrain.train import in_place
+assert in_place.is_possible()
+begun = threading.Event()
+def work(arrays):
+    begun.set()
+    for values in arrays:
+        for _ in range(200):
+            values += 1
+    print("done", values[0], flush=True)
+in_place.work_on([jnp.zeros(1 << 20)], [], work, donate=True)
+begun.wait(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "done 200.0\n"), ended.stderr
+
+
+def test_where_xla_does_not_take_it_that_is_said_once(monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise RuntimeError("unknown API version")
+
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    possible = in_place.is_possible.__wrapped__
+    assert not possible()
+    assert "unknown API version" in caplog.text

@@ -1,0 +1,246 @@
+"""Work of this package on the memory of JAX's arrays, as a step of a program of XLA's: nothing is copied, nobody waits.
+
+A compiled function of JAX on a processor runs some time after it was called, in a thread of XLA's, and may be given the
+memory of its arguments (`donate_argnums`). What `work_on` calls is such a function. All it does is to call `work`, of
+this process, with numpy arrays that are that memory. So `work` may write into leaves that somebody still computes with
+when `work_on` is called: XLA waits for those who read.
+
+Rule 1: only on a processor, and only arrays that lie whole on one device.
+Rule 2: `work` runs in a thread of XLA's. It takes the interpreter's lock like any thread, and should soon be in code
+that gives the lock up. What it raises is the error of the arrays that the call returned.
+Source: the typed foreign function interface of XLA, `xla/ffi/api/c_api.h` in jaxlib (API 0.1 and later), whose structs
+are read below.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import math
+import threading
+from collections.abc import Callable
+from functools import lru_cache, partial
+from itertools import count
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+Leaves = list[jax.Array]
+Work = Callable[[list[NDArray[Any]]], object]
+
+_TARGET = "zmqtrain_work_on"
+_DEAR = 8192
+"""A program of fewer operations than a thousand or so runs in the caller's thread: so many are added, to run later."""
+
+# XLA_FFI_ExecutionStage, XLA_FFI_Extension_Type, XLA_FFI_Error_Code
+_EXECUTE, _METADATA, _INTERNAL = 3, 1, 13
+_API_MAJOR, _API_MINOR = 0, 1
+
+_Head: list[tuple[str, Any]] = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
+
+
+class _Buffer(ctypes.Structure):
+    """XLA_FFI_Buffer."""
+
+    _fields_ = (
+        *_Head,
+        ("dtype", ctypes.c_int),
+        ("data", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("dims", ctypes.POINTER(ctypes.c_int64)),
+    )
+
+
+class _Arguments(ctypes.Structure):
+    """XLA_FFI_Args and, of one form with it, XLA_FFI_Rets."""
+
+    _fields_ = (
+        *_Head,
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("buffers", ctypes.POINTER(ctypes.POINTER(_Buffer))),
+    )
+
+
+class _CallFrame(ctypes.Structure):
+    """XLA_FFI_CallFrame, as far as it is read here."""
+
+    _fields_ = (
+        *_Head,
+        ("api", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("stage", ctypes.c_int),
+        ("arguments", _Arguments),
+        ("results", _Arguments),
+    )
+
+
+class _ApiVersion(ctypes.Structure):
+    """XLA_FFI_Api_Version."""
+
+    _fields_ = (*_Head, ("major", ctypes.c_int), ("minor", ctypes.c_int))
+
+
+class _Metadata(ctypes.Structure):
+    """XLA_FFI_Metadata, as far as it is written here."""
+
+    _fields_ = (("struct_size", ctypes.c_size_t), ("version", _ApiVersion))
+
+
+class _MetadataExtension(ctypes.Structure):
+    """XLA_FFI_Metadata_Extension: XLA asks a handler which version of the interface it speaks."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.POINTER(_Metadata)),
+    )
+
+
+class _ErrorArguments(ctypes.Structure):
+    """XLA_FFI_Error_Create_Args."""
+
+    _fields_ = (*_Head, ("message", ctypes.c_char_p), ("code", ctypes.c_int))
+
+
+_CreateError = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_ErrorArguments))
+
+
+class _Api(ctypes.Structure):
+    """XLA_FFI_Api, as far as it is read here."""
+
+    _fields_ = (*_Head, ("version", _ApiVersion), ("internal", ctypes.c_void_p), ("create_error", _CreateError))
+
+
+class _Jobs:
+    """What has been handed to XLA and is not done."""
+
+    def __init__(self) -> None:
+        self._numbers, self._lock = count(), threading.Lock()
+        self._waiting: dict[int, Work] = {}
+        self._done: dict[int, Any] = {}
+
+    def hand_over(self, work: Work, call: Callable[[NDArray[np.int32]], tuple[Leaves, jax.Array]]) -> Leaves:
+        """Return what `call` gives for the number under which XLA will ask for the work, but for the last: what is
+        ready once it has been done, or never will be."""
+        with self._lock:
+            self._forget()
+            number = next(self._numbers) % 2**31
+            self._waiting[number] = work
+        try:
+            arrays, done = call(np.array(number, np.int32))
+        except BaseException:
+            self._waiting.pop(number, None)
+            raise
+        with self._lock:
+            if number in self._waiting:
+                self._done[number] = done
+        return arrays
+
+    def run(self, number: int, arrays: list[NDArray[Any]]) -> None:
+        """Do what was given that number."""
+        try:
+            self._waiting[number](arrays)
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+                self._done.pop(number, None)
+
+    def _forget(self) -> None:
+        """Forget the work that will never be asked for: what the leaves were made from has failed."""
+        for number, done in list(self._done.items()):
+            if done.is_ready():
+                self._waiting.pop(number, None)
+                self._done.pop(number, None)
+
+    def finish(self) -> None:
+        """Wait until all is done: a thread of XLA's must not meet an interpreter that ends."""
+        for done in list(self._done.values()):
+            with contextlib.suppress(Exception):  # it has been said where the arrays were used
+                done.block_until_ready()
+
+
+_jobs = _Jobs()
+
+
+def work_on(leaves: Leaves, spent: Leaves, work: Work, *, donate: bool) -> tuple[Leaves, Leaves]:
+    """Return arrays of the shapes, dtypes and values of both, changed by `work`, which is called soon after with all of
+    them, one after the other, as flat numpy arrays.
+
+    leaves, spent: float32, on one processor. What is returned for `spent` has its memory, and with `donate` that for
+    `leaves` has theirs; else it is a copy.
+    """
+    made = _jobs.hand_over(work, partial(_program(donate), leaves, spent))
+    return made[: len(leaves)], made[len(leaves) :]
+
+
+def compile_for(leaves: Leaves, spent: Leaves, *, donate: bool) -> None:
+    """Compile what `work_on` needs for arrays like these. Nothing is done."""
+    _program(donate).lower(leaves, spent, np.array(0, np.int32)).compile()
+
+
+@lru_cache(maxsize=1)
+def is_possible() -> bool:
+    """Return whether this jaxlib calls us; the first call asks."""
+    try:
+        handler = jax.ffi.pycapsule(ctypes.cast(_handler, ctypes.c_void_p))  # type: ignore[no-untyped-call]
+        jax.ffi.register_ffi_target(_TARGET, handler, platform="cpu")
+    except Exception as error:  # of whatever kind: it is of a version that we do not know
+        logger.warning("this jaxlib runs no work of ours (%s): it is done beside it, in more passes over memory", error)
+        return False
+    atexit.register(_jobs.finish)
+    return True
+
+
+@lru_cache(maxsize=2)
+def _program(donate: bool) -> Any:
+    def run(leaves: Leaves, spent: Leaves, job: jax.Array) -> tuple[Leaves, jax.Array]:
+        forms = [*leaves, *spent, job]
+        same = {number: number for number in range(len(forms))}
+        *made, done = jax.ffi.ffi_call(_TARGET, forms, input_output_aliases=same)(*forms)
+        return made, done + jnp.sum(jnp.arange(_DEAR, dtype=jnp.int32) ^ job)
+
+    return jax.jit(run, donate_argnums=(0, 1) if donate else (1,))
+
+
+def _handle(address: int) -> int | None:
+    """The handler that XLA calls. Returns the address of an error, None for none."""
+    frame = _CallFrame.from_address(address)
+    if frame.extension:
+        extension = _MetadataExtension.from_address(frame.extension)
+        if extension.type == _METADATA:
+            version = extension.metadata.contents.version
+            version.major, version.minor = _API_MAJOR, _API_MINOR
+            return None
+    if frame.stage != _EXECUTE:
+        return None
+    try:
+        *results, number = [frame.results.buffers[n].contents for n in range(frame.results.size)]
+        _jobs.run(ctypes.c_int32.from_address(number.data).value, [_array_of(one) for one in results])
+    except BaseException as error:
+        logger.exception("work on parameters failed")
+        text = f"{type(error).__name__}: {error}".encode()
+        arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, _INTERNAL)
+        created: int | None = _Api.from_address(frame.api).create_error(ctypes.byref(arguments))
+        return created
+    return None
+
+
+def _array_of(buffer: _Buffer) -> NDArray[Any]:
+    """Return a flat float32 buffer of XLA's as an array."""
+    size = math.prod(buffer.dims[: buffer.rank])
+    if not size:
+        return np.empty(0, np.float32)
+    values = (ctypes.c_float * size).from_address(buffer.data)
+    return np.ctypeslib.as_array(values)
+
+
+_handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(_handle)
