@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ import numpy as np
 from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.averaging.held_rounds import SlabThreads
 from zmqtrain.codecs.payload import decode_payload, encode_payload
+from zmqtrain.core.checksum import crc32
 from zmqtrain.core.types import Buffer, ModelSpec, Offer, count_values
 from zmqtrain.train.anchor import DeviceMoves
 
@@ -101,7 +101,7 @@ class _Node:
         watch.time("judge", lambda: coder.judge(offers[0], alone))
         watch.time("encode again", lambda: coder.encode(offers[1]))
         coder.withdraw(offers[1].sequence)
-        watch.time("checksum", lambda: [zlib.crc32(memoryview(frame)[8:]) for frame in alone.frames])
+        watch.time("checksum", lambda: [crc32(memoryview(frame)[8:]) for frame in alone.frames])
         return alone.frames
 
     def take(self, number: int, frames: Sequence[Buffer]) -> None:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State
-from zmqtrain.codecs.payload import Part, PayloadMemory, SlabEncoder, SlabReader, payload_norm, plan_parts
+from zmqtrain.codecs.payload import Part, PayloadMemory, Run, SlabEncoder, SlabReader, payload_norm, plan_parts
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Version
@@ -351,12 +351,17 @@ class OuterStep:
     state: Mapping[str, Vector]
     turn: bool
 
+    @property
+    def plain_rate(self) -> float | None:
+        """By what the mean is multiplied and added; None: the outer optimizer does more than that."""
+        return 1.0 if self.plain else self.outer.rate
+
     def take(self, part: slice, total: Vector, parameters: Vector, published: Vector, rest: Vector) -> None:
         """Step one part, and write what is not published of it to `rest`; spoils `total`, the part's sum.
 
         parameters, published: of the part. Parts may be stepped in any order, from any thread, to the same bits.
         """
-        rate = 1.0 if self.plain else self.outer.rate
+        rate = self.plain_rate
         if self.live is None:
             np.subtract(parameters, published, out=rest)
         elif rate is not None:
@@ -397,15 +402,20 @@ class _Adding:
 
     def __init__(self, known: _Fragment, places: NDArray[np.int64]) -> None:
         self._held, self._places = list(known.held), places
-        self._sources = [SlabReader(one.codecs, one.frames, known.counts) for one in self._held]
+        self.sources = [SlabReader(one.codecs, one.frames, known.counts) for one in self._held]
         self._samples = np.empty((2, len(self._held), places.size), np.float32)  # before and after each
+
+    @property
+    def sampled(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The places, and what the sum has there before and after each: float32[2, publishes, places]."""
+        return self._places, self._samples
 
     def add(self, part: Part, slabs: Sequence[range], total: Vector) -> None:
         """Add one part of each to `total`, the part's sum. slabs: of the part, in each publish."""
         first, last = np.searchsorted(self._places, (part.start, part.end)).tolist()
         looked_at, samples = self._places[first:last] - part.start, self._samples
         values = PayloadMemory.flat(total, part.start)
-        for order, (source, numbers) in enumerate(zip(self._sources, slabs, strict=True)):
+        for order, (source, numbers) in enumerate(zip(self.sources, slabs, strict=True)):
             samples[0, order, first:last] = total[looked_at]
             source.add(numbers, values)
             samples[1, order, first:last] = total[looked_at]
@@ -516,6 +526,10 @@ class EncodedRound:
         size, parts = parameters.size, _parts(known, codecs, counts)
         encoder, everything = SlabEncoder(codecs, counts, states), PayloadMemory.flat(published)
         adding = _Adding(known, self._meter.places(fragment, size))
+        plain_rate = step.plain_rate if all(map(_is_plain, (parameters, published))) and not known.in_memory else None
+
+        def step_run(run: Run, live: int, rate: float) -> None:
+            encoder.release_run(run, adding.sources, live, rate, (parameters, published), adding.sampled)
 
         def step_part(part: Part) -> None:
             total, rest = _scratch.take(part.values)
@@ -533,7 +547,10 @@ class EncodedRound:
                 encoder.encode_run(run, unpublished)
 
         try:
-            self._threads.each(step_part, parts, size)
+            if step.live is not None and plain_rate is not None and encoder.releases(adding.sources):
+                self._threads.each(partial(step_run, live=step.live, rate=plain_rate), encoder.plan.runs, size)
+            else:
+                self._threads.each(step_part, parts, size)
         except CodecError:  # nothing of it is sent
             self.close(fragment, in_memory)
             raise
@@ -545,6 +562,11 @@ class EncodedRound:
 
 def _parts(known: _Fragment, codecs: tuple[Codec, ...], counts: tuple[int, ...] = ()) -> tuple[Part, ...]:
     return plan_parts((codecs, *(one.codecs for one in known.held)), known.counts or counts, PART_VALUES)
+
+
+def _is_plain(vector: Vector) -> bool:
+    """Return whether machine code may read and write here."""
+    return bool(vector.flags.c_contiguous and vector.flags.aligned)
 
 
 def _is_sparse(codecs: Sequence[Codec], counts: Sequence[int]) -> bool:
@@ -560,8 +582,7 @@ def _step(
 
     The same bits as `mean_over_live` and `sgd` have.
     """
-    plain = parameters.flags.aligned and published.flags.aligned
-    if plain and (kernels := fast.kernels(total.size)):
+    if _is_plain(parameters) and _is_plain(published) and (kernels := fast.kernels(total.size)):
         kernels.step(total, live, rate, parameters, published, rest)
         return
     np.divide(total, live, out=total)

@@ -9,7 +9,6 @@ import os
 import secrets
 import struct
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +33,7 @@ from zmqtrain.checkpoint.model_files import (
     write_model,
 )
 from zmqtrain.codecs.fragment import Layout
+from zmqtrain.core.checksum import crc32
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.settings import AUTO_SHARDS, RunSettings, with_present_names
 from zmqtrain.core.types import Buffer, LeafSpec, ModelSpec, Version
@@ -94,7 +94,7 @@ class Journal:
     def append(self, body: bytes) -> None:
         """Write one record. Raises CheckpointError; nothing of it is there then, and it may be tried again."""
         assert self._file is not None, "a journal that is closed takes nothing"
-        left = memoryview(_HEAD.pack(len(body), zlib.crc32(body)) + body)
+        left = memoryview(_HEAD.pack(len(body), crc32(body)) + body)
         whole = self._good + len(left)
         try:
             while left:
@@ -119,7 +119,7 @@ def read_journal(path: Path) -> Iterator[bytes]:
     while data:
         length, crc = _HEAD.unpack(data[: _HEAD.size]) if len(data) >= _HEAD.size else (0, -1)
         body = data[_HEAD.size : _HEAD.size + length]
-        if len(body) < length or zlib.crc32(body) != crc:
+        if len(body) < length or crc32(body) != crc:
             logger.warning("the journal %s ends in a torn record; what is before it counts", path)
             return
         yield bytes(body)

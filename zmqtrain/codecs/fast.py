@@ -70,6 +70,11 @@ def _floats(address: int, count: int) -> Any:
     return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
 
 
+def _octets(address: int, count: int) -> Any:
+    """Return the uint8[count] that lie at an address, as `_floats`."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
+
+
 class Kernels(NamedTuple):
     """The loops in machine code. All arrays are contiguous and aligned.
 
@@ -118,6 +123,8 @@ class TernaryLoops(NamedTuple):
       `_check_ternary` of levels.py refuses, or -1.
     rebase(frame, own frame uint8, table, block, places, params, anchor, scratch float32[n], scratch float32[n]): as of
       `RunLoops`; n is a block at least, here and there.
+    release(frames, table, block, frame, live, rate, parameters, published, places, samples, scratch float32[n], scratch
+      int16[block], scratch uint8[5 m]): as of `RunLoops`.
     """
 
     encode: Callable[..., int]
@@ -125,6 +132,7 @@ class TernaryLoops(NamedTuple):
     write_slab: Callable[..., None]
     check: Callable[..., int]
     rebase: Callable[..., None]
+    release: Callable[..., int]
 
 
 class TopkSignsLoops(NamedTuple):
@@ -247,24 +255,21 @@ def _trailing_zeros(numba: Any) -> Any:
     return numba.extending.intrinsic(of_type)
 
 
-def _vector(numba: Any) -> Any:
-    """Return `_floats` as numba compiles it."""
-    from llvmlite import ir
-
-    floats = numba.types.CPointer(numba.types.float32)
+def _vector(numba: Any, kind: Any) -> Any:
+    """Return `_floats`, or `_octets`, as numba compiles it. kind: of its values."""
 
     def of_type(_: Any, address: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-        return floats(numba.types.int64), write
+        return numba.types.CPointer(kind)(numba.types.int64), write
 
     pointer, carray = numba.extending.intrinsic(of_type), numba.carray
 
-    def floats_at(address: Any, count: Any) -> Any:
+    def values_at(address: Any, count: Any) -> Any:
         return carray(pointer(address), count)
 
-    return numba.njit(floats_at)
+    return numba.njit(values_at)
 
 
 _groups: dict[Callable[[_Compiler], Any], Any] = {}
@@ -312,7 +317,7 @@ class _Compiler:
         self.frames = given(numba.uint8, 2)
         self.floats, self.bytes, self.small_codes = made(numba.float32), made(numba.uint8), made(numba.int8)
         self.units, self.scales, self.written = made(numba.int16), made(numba.uint16), made(numba.int32)
-        self.guess = made(numba.int64)
+        self.guess, self.samples = made(numba.int64), numba.types.Array(numba.float32, 3, "C")
 
     def jit(self, signature: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         try:
@@ -330,8 +335,21 @@ def _compiler() -> _Compiler:
 
 
 def _compile(numba: Any) -> Kernels:
-    global _fetch, _first_one, _floats, _pick, _pack, _unpack, _signs, _energy_of_scales, _row_of, _rebase
-    _fetch, _first_one, _floats = _prefetch(numba), _trailing_zeros(numba), _vector(numba)
+    global \
+        _fetch, \
+        _first_one, \
+        _floats, \
+        _octets, \
+        _pick, \
+        _pack, \
+        _unpack, \
+        _signs, \
+        _energy_of_scales, \
+        _step, \
+        _row_of, \
+        _rebase
+    _fetch, _first_one = _prefetch(numba), _trailing_zeros(numba)
+    _floats, _octets = _vector(numba, numba.float32), _vector(numba, numba.uint8)
     of = _compiler()
     whole, written = of.whole, of.written
     quantize = [
@@ -343,6 +361,7 @@ def _compile(numba: Any) -> Kernels:
     _unpack = of.jit(whole(of.frame, whole, whole, whole, written), _unpack)
     _signs = of.jit(whole(of.x, whole, of.scales), _signs)
     _energy_of_scales = of.jit(of.real(of.frame, whole, whole, whole, whole), _energy_of_scales)
+    _step = of.jit(of.void(of.x, of.single, of.single, of.floats, of.x, of.floats), _step)
     _row_of = of.jit(whole(of.table, whole, whole), _row_of)
     _rebase = of.jit(whole(of.x, of.x, whole, of.table, whole, of.numbers, of.numbers), _rebase)
     return Kernels(
@@ -353,18 +372,19 @@ def _compile(numba: Any) -> Kernels:
         _unpack,
         _signs,
         of.jit(of.void(of.places, of.x, of.floats, of.flag), _scatter),
-        of.jit(of.void(of.x, of.single, of.single, of.floats, of.x, of.floats), _step),
+        _step,
         of.jit(of.real(of.frame, of.table, whole, whole, whole), _energy),
         _rebase,
     )
 
 
 def _compile_ternary(of: _Compiler) -> TernaryLoops:
-    global _write_digits, _ternary_blocks, _ternary_slab
+    global _write_digits, _pack_digits, _ternary_blocks, _ternary_slab
     whole, scratch = of.whole, (of.floats, of.units, of.bytes)
     _write_digits = of.jit(
         of.void(of.frame, whole, of.frame, whole, whole, whole, whole, of.floats, of.flag), _write_digits
     )
+    _pack_digits = of.jit(of.void(of.bytes, whole, of.bytes), _pack_digits)
     _ternary_blocks = of.jit(whole(of.x, whole, of.bytes, whole, of.units, of.bytes), _ternary_blocks)
     _ternary_slab = of.jit(whole(of.x, whole, of.frames, of.bytes, whole, whole, *scratch), _ternary_slab)
     return TernaryLoops(
@@ -375,6 +395,13 @@ def _compile_ternary(of: _Compiler) -> TernaryLoops:
         of.jit(
             of.void(of.frame, of.frame, of.table, whole, of.table, of.numbers, of.numbers, of.floats, of.floats),
             _rebase_ternary,
+        ),
+        of.jit(
+            whole(
+                *(of.numbers, of.table, whole, of.bytes, of.single, of.single, of.floats, of.x, of.numbers),
+                *(of.samples, *scratch),
+            ),
+            _release_ternary,
         ),
     )
 
@@ -489,15 +516,66 @@ def _ternary_slab(
         else:
             worst = max(worst, _ternary_blocks(source, block, frame, scales_at, units, digits[begin : begin + piece]))
         scales_at += piece // block * 2
-    three, packed = np.uint8(3), frame[first : first + width]
-    for i in range(x.size, 5 * width):
+    _pack_digits(digits, x.size, frame[first : first + width])
+    return worst
+
+
+def _pack_digits(digits: Any, count: int, packed: Any) -> None:
+    three, width = np.uint8(3), packed.size
+    for i in range(count, 5 * width):
         digits[i] = 1
     for i in range(width):
         upper = np.uint8(digits[i + 4 * width] * three + digits[i + 3 * width])
         upper = np.uint8(upper * three + digits[i + 2 * width])
         upper = np.uint8(upper * three + digits[i + width])
         packed[i] = np.uint8(upper * three + digits[i])
-    return worst
+
+
+def _release_ternary(
+    frames: Any,
+    table: Any,
+    block: int,
+    frame: Any,
+    live: np.float32,
+    rate: np.float32,
+    parameters: Any,
+    published: Any,
+    places: Any,
+    samples: Any,
+    total: Any,
+    units: Any,
+    digits: Any,
+) -> int:
+    spoiled, piece, sampled = -1, total.size // block * block, 0
+    while sampled < places.size and places[sampled] < table[0, 0]:
+        sampled += 1
+    for row in range(table.shape[0]):
+        slabs, slab, stride = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE]
+        first, scales_first, width = table[row, _DIGITS], table[row, SCALES], (slab + 4) // 5
+        for begin in range(table[row, 0], table[row, 0] + slabs * slab, slab):
+            for start in range(0, slab, piece):
+                size, scales_at = min(piece, slab - start), scales_first + start // block * 2
+                here, after = begin + start, sampled
+                while after < places.size and places[after] < here + size:
+                    after += 1
+                rest = total[:size]
+                for i in range(size):
+                    rest[i] = np.float32(0)
+                for one in range(frames.size):
+                    sent = _octets(frames[one], frame.size)
+                    for i in range(sampled, after):
+                        samples[0, one, i] = rest[places[i] - here]
+                    _write_digits(sent, first, sent, scales_at, width, start, block, rest, True)
+                    for i in range(sampled, after):
+                        samples[1, one, i] = rest[places[i] - here]
+                sampled = after
+                _step(rest, live, rate, parameters[here : here + size], published[here : here + size], rest)
+                if _ternary_blocks(rest, block, frame, scales_at, units, digits[start : start + size]) >= _INFINITY:
+                    spoiled = row if spoiled < 0 else spoiled
+            _pack_digits(digits, slab, frame[first : first + width])
+            first += stride
+            scales_first += stride
+    return spoiled
 
 
 def _ternary_blocks(x: Any, block: int, frame: Any, scales_at: int, units: Any, digits: Any) -> int:

@@ -335,7 +335,23 @@ def ternary(block: int = 128) -> Codec:
         shared, mine = (_scratch.take(name, max(block, _AT_ONCE), np.float32) for name in ("shared", "own"))
         _loops().rebase(frame, own, table, block, places, params, anchor, shared, mine)
 
-    loops = RunLoops(encode_run, write_run, check_run, energy_of_run, _has_loops, rebase=rebase_run)
+    def release_run(
+        frames: Numpy,
+        table: Numpy,
+        frame: Numpy,
+        live: float,
+        rate: float,
+        parameters: Numpy,
+        published: Numpy,
+        places: Numpy,
+        samples: Numpy,
+    ) -> int:
+        given = frames, table, block, frame, np.float32(live), np.float32(rate), parameters, published
+        return _loops().release(*given, places, samples, *_scratch_of_slabs(table, block))
+
+    loops = RunLoops(
+        encode_run, write_run, check_run, energy_of_run, _has_loops, rebase=rebase_run, release=release_run
+    )
     return plain_codec(name, layout, encode, decode, write, check, (1, 1, block))._replace(loops=loops)
 
 
@@ -359,10 +375,14 @@ def _loops() -> fast.TernaryLoops:
 
 
 def _encode_run(addresses: Numpy, table: Numpy, block: int, sent: Numpy, frame: Numpy) -> int:
-    rest, units = _scratch.take("rest", max(block, _AT_ONCE), np.float32), _scratch.take("units", block, np.int16)
+    return _loops().encode(addresses, table, block, sent, frame, *_scratch_of_slabs(table, block))
+
+
+def _scratch_of_slabs(table: Numpy, block: int) -> tuple[Numpy, Numpy, Numpy]:
+    """Return what encoding the slabs of a table needs: values, units, and the digits of a slab."""
     longest = int(table[:, fast.SLAB].max())
     digits = _scratch.take("digits", block_count(longest, _DIGITS) * _DIGITS, np.uint8)
-    return _loops().encode(addresses, table, block, sent, frame, rest, units, digits)
+    return _scratch.take("rest", max(block, _AT_ONCE), np.float32), _scratch.take("units", block, np.int16), digits
 
 
 def _encode_ternary(x: Array, block: int) -> tuple[Array, Array]:

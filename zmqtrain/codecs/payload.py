@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import NOTHING_SENT, Codec, RunLoops, Scratch, State, address_of
 from zmqtrain.codecs.sparsify import put_at
+from zmqtrain.core.checksum import crc32
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import MAX_FRAME_BYTES, Array, Buffer
 
@@ -77,14 +77,15 @@ class Run:
     """Slabs in a row that one call of a codec can do: of one frame and of one codec.
 
     values: that all have together.  frame: its number.  table: its rows, as `RunLoops` takes them.  segments: of which
-    each row is.
+    each row is.  starts: of each row, the bytes of all values before it.
     """
 
     slabs: range
     values: int
     frame: int
-    table: NDArray[np.int64]
-    segments: NDArray[np.int64]
+    table: Numbers
+    segments: Numbers
+    starts: Numbers
 
 
 class PayloadMemory:
@@ -99,7 +100,7 @@ class PayloadMemory:
         """Whether machine code may read here."""
         self.is_writable = self.is_plain and all(vector.flags.writeable for vector in vectors)
         """Whether it may write here."""
-        self._bases: NDArray[np.int64] | None = None
+        self._bases: Numbers | int | None = None
 
     @classmethod
     def flat(cls, vector: Vector, start: int = 0) -> PayloadMemory:
@@ -115,13 +116,14 @@ class PayloadMemory:
         start = self._starts[number]
         return self._vectors[number][slab.start - start : slab.end - start]
 
-    def addresses(self, run: Run) -> NDArray[np.int64]:
+    def addresses(self, run: Run) -> Numbers:
         """Return where each row of a run has its first value."""
         if self._bases is None:  # of value 0 of the payload, if it lay in the same vector
             pairs = zip(self._vectors, self._starts, strict=True)
-            self._bases = np.array([address_of(vector) - 4 * start for vector, start in pairs], np.int64)
-        bases = self._bases[0] if len(self._vectors) == 1 else self._bases[run.segments]
-        places: NDArray[np.int64] = bases + 4 * run.table[:, 0]
+            bases = [address_of(vector) - 4 * start for vector, start in pairs]
+            self._bases = bases[0] if len(bases) == 1 else np.array(bases, np.int64)
+        bases_of_rows = self._bases if isinstance(self._bases, int) else self._bases[run.segments]
+        places: Numbers = run.starts + bases_of_rows
         return places
 
 
@@ -187,7 +189,7 @@ def plan_payload(codecs: tuple[Codec, ...], counts: tuple[int, ...]) -> PayloadP
         start += count
     if slabs:
         frames.append(FramePlan(range(first, len(slabs)), size))
-    seed = zlib.crc32(";".join(codec.name for codec in codecs).encode())
+    seed = crc32(";".join(codec.name for codec in codecs).encode())
     return PayloadPlan(tuple(slabs), tuple(frames), seed, {frame.slabs.start: frame for frame in frames})
 
 
@@ -213,8 +215,8 @@ def _run(slabs: Sequence[Slab], frame: int, numbers: range) -> Run:
         columns = () if slab.codec.loops is None else slab.codec.loops.columns(slab.values)
         table.append([slab.start, 1, slab.values, stride, *(section.start for section in slab.sections), *columns])
         segments.append(slab.segment)
-    values = slabs[numbers[-1]].end - slabs[numbers[0]].start
-    return Run(numbers, values, frame, np.array(table, np.int64), np.array(segments, np.int64))
+    values, rows = slabs[numbers[-1]].end - slabs[numbers[0]].start, np.array(table, np.int64)
+    return Run(numbers, values, frame, rows, np.array(segments, np.int64), 4 * rows[:, 0])
 
 
 def _align(size: int) -> int:
@@ -311,16 +313,40 @@ class SlabEncoder:
         loops = self.plan.loops(run) if values.is_plain else None
         if loops is not None and loops.encode is not None:
             known = NOTHING_SENT if sent is None else sent.frames(run.frame)
-            row = loops.encode(values.addresses(run), run.table, self._bytes[run.frame], known)
-            if row >= 0:
-                text = f"segment {run.segments[row]} of {self._segments}: NaN or infinity in a slab"
-                raise NonFiniteDelta(f"{text} of {run.table[row, 2]} values")
-            self._after[run.slabs.start : run.slabs.stop] = self._before[run.slabs.start : run.slabs.stop]
+            self._encoded(run, loops.encode(values.addresses(run), run.table, self._bytes[run.frame], known))
             return
         for number in run.slabs:
             slab = self.plan.slabs[number]
             part = values.part(slab)
             self.encode(number, part if sent is None else sent.subtract(part, number, slab, run.frame))
+
+    def _encoded(self, run: Run, spoiled: int) -> None:
+        """Take it that machine code has encoded a run of a codec that keeps no state. spoiled: as it has returned."""
+        if spoiled >= 0:
+            text = f"segment {run.segments[spoiled]} of {self._segments}: NaN or infinity in a slab"
+            raise NonFiniteDelta(f"{text} of {run.table[spoiled, 2]} values")
+        self._after[run.slabs.start : run.slabs.stop] = self._before[run.slabs.start : run.slabs.stop]
+
+    def releases(self, sources: Sequence[SlabReader]) -> bool:
+        """Return whether `release_run` can do all runs of payloads: of the very form of this one."""
+        same = all(source.plan is self.plan for source in sources)
+        return same and all((loops := self.plan.loops(run)) and loops.release for run in self.plan.runs)
+
+    def release_run(
+        self,
+        run: Run,
+        sources: Sequence[SlabReader],
+        live: float,
+        rate: float,
+        memory: tuple[Vector, Vector],
+        sampled: tuple[Numbers, Vector],
+    ) -> None:
+        """See `release` of RunLoops. memory: parameters and published.  sampled: places and samples."""
+        loops = self.plan.loops(run)
+        assert loops is not None and loops.release is not None, "`releases` has said so"
+        frames = np.array([address_of(source.frame(run.frame)) for source in sources], np.int64)
+        row = loops.release(frames, run.table, self._bytes[run.frame], live, rate, *memory, *sampled)
+        self._encoded(run, row)
 
     def add(self, run: Run, out: PayloadMemory) -> None:
         """Decode the slabs of a run that is encoded, onto their values in `out`."""
@@ -488,7 +514,7 @@ def seal_frame(plan: PayloadPlan, frame_plan: FramePlan, frame: bytearray) -> No
 
 
 def _checksum(plan: PayloadPlan, frame: memoryview) -> int:
-    return zlib.crc32(frame[8:], zlib.crc32(frame[:4], plan.seed))
+    return crc32(frame[8:], crc32(frame[:4], plan.seed))
 
 
 def _open(plan: PayloadPlan, frame: Buffer) -> tuple[memoryview, FramePlan]:

@@ -17,7 +17,6 @@ Seide et al. 2014, 1-bit SGD, sec. 4 (encoded shares). The cost of each allreduc
 from __future__ import annotations
 
 import random
-import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from zmqtrain.codecs.codec import Codec
 from zmqtrain.collectives.arrays import Tree
 from zmqtrain.collectives.reductions import Reduction, Values
+from zmqtrain.core.checksum import crc32
 from zmqtrain.core.errors import CollectiveMismatch, ConfigError, LocalProtocolError
 
 HUB = -1
@@ -180,7 +180,7 @@ class _Player:
 
 
 def _checksum(values: Values) -> int:
-    return zlib.crc32(values.view(np.uint8).data)
+    return crc32(values.view(np.uint8).data)
 
 
 def _name(rank: int) -> str:

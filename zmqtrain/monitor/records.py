@@ -40,13 +40,13 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zmqtrain.core.checksum import crc32
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import Array, Buffer, PeerId
 from zmqtrain.protocol.effects import Contribution, Reduce
@@ -68,7 +68,7 @@ def crc_of_leaves(leaves: Iterable[Array]) -> int:
     """Return the crc32 of a model: of the bytes of its leaves, in their order, each in C order and its own dtype."""
     crc = 0
     for leaf in leaves:
-        crc = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).tobytes(), crc)
+        crc = crc32(np.ascontiguousarray(np.asarray(leaf)).tobytes(), crc)
     return crc
 
 
@@ -77,7 +77,7 @@ def crc_of_frames(frames: Sequence[Sequence[Buffer]]) -> int:
     crc = 0
     for fragment in frames:
         for frame in fragment:
-            crc = zlib.crc32(frame, crc)
+            crc = crc32(frame, crc)
     return crc
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zmqtrain.core.checksum import crc32
 from zmqtrain.core.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
 from zmqtrain.core.interfaces import Exchange, GradientExchange
 from zmqtrain.core.types import Array, ModelSpec, Turn, Version
@@ -412,7 +412,7 @@ class _SynchronousRun:
     def _compare(self) -> bool:
         """Return False: it is over; or True, to go on. Notes where parameters are not the same on all processes."""
         sums = self.gradients.gather(
-            [zlib.crc32(leaf.reshape(-1).view(np.uint8).data) for leaf in host_leaves(self.state.params)]
+            [crc32(leaf.reshape(-1).view(np.uint8).data) for leaf in host_leaves(self.state.params)]
         )
         for spec, of_leaf in zip(self._model, zip(*sums, strict=True), strict=True):
             usual, _ = Counter(of_leaf).most_common(1)[0]
