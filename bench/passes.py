@@ -25,10 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.averaging.coder import DeltaCoder
+from zmqtrain.averaging.coder import DeltaCoder, Encoded
 from zmqtrain.averaging.held_rounds import SlabThreads
 from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.core.checksum import crc32
+from zmqtrain.core.interfaces import LentSegments
 from zmqtrain.core.types import Buffer, ModelSpec, Offer, count_values
 from zmqtrain.train.anchor import DeviceMoves
 
@@ -89,23 +90,29 @@ class _Node:
         self.codecs = self.coder.coding.of_fragment(self.coder.layout, 0)
         self.counts = self.coder.layout.counts(0)
         random = np.random.default_rng(0)
-        self.segments = [random.standard_normal(leaf.values, np.float32) for leaf in self.model]
         self.moves = DeviceMoves(self.coder.layout, self.model, donate=True)
-        self.params, self.anchor = ([jnp.zeros(leaf.shape) for leaf in self.model] for _ in range(2))
+        self.params = [jnp.asarray(random.standard_normal(leaf.shape, np.float32)) for leaf in self.model]
+        self.anchor = [jnp.zeros(leaf.shape) for leaf in self.model]
 
     def encode(self, number: int) -> tuple[Buffer, ...]:
-        """Encode an offer with nothing in flight, and one with that in flight; return the frames of the first."""
+        """Encode what is pending with nothing in flight, and with that in flight; return the frames of the first."""
         watch, coder = self.watch, self.coder
-        offers = [Offer(2 * number + n, 0, self.segments, 1, 1) for n in range(2)]
-        alone = watch.time("encode", lambda: coder.encode(offers[0]))
-        watch.time("judge", lambda: coder.judge(offers[0], alone))
-        watch.time("encode again", lambda: coder.encode(offers[1]))
-        coder.withdraw(offers[1].sequence)
+
+        def encode(sequence: int) -> Encoded:
+            segments = self.moves.offered(self.params, self.anchor, 0)
+            if isinstance(segments, LentSegments):
+                segments.lend()
+            return coder.encode(Offer(sequence, 0, segments, 1, 1))
+
+        alone = self.by_xla.time("encode", lambda: encode(2 * number))
+        watch.time("judge", lambda: coder.judge(Offer(2 * number, 0, (), 1, 1), alone))
+        self.by_xla.time("encode again", lambda: encode(2 * number + 1))
+        coder.withdraw(2 * number + 1)
         watch.time("checksum", lambda: [crc32(memoryview(frame)[8:]) for frame in alone.frames])
         return alone.frames
 
     def take(self, number: int, frames: Sequence[Buffer]) -> None:
-        """Check the aggregate in which that offer has landed, decode both onto the model, and subtract."""
+        """Check the aggregate in which that offer has landed, and decode both onto the model."""
         coder = self.coder
         aggregate = aggregate_of(coder, 2 * number, frames)
         update = self.watch.time("check", lambda: coder.decode_aggregate(aggregate, (2 * number,), frames))
@@ -114,14 +121,12 @@ class _Node:
             "rebase",
             lambda: jax.block_until_ready(self.moves.apply(self.params, self.anchor, update.aggregate, update.own)),
         )
-        self.by_xla.time("subtract", lambda: jax.block_until_ready(self.moves.pending(self.params, self.anchor, 0)))
 
     def passes(self, size: float) -> list[Pass]:
         """Return what was measured. size: the bytes of a payload, a parameter."""
         ns = {name: 1e9 * took / sum(self.counts) for name, took in (self.watch.least | self.by_xla.least).items()}
         return [
-            Pass("node", "subtract: params - anchor", 12, ns["subtract"]),
-            Pass("node", "encode, frame", 4 + size, max(0.0, ns["encode"] - ns["checksum"])),
+            Pass("node", "params - anchor, encode, frame", 8 + size, max(0.0, ns["encode"] - ns["checksum"])),
             Pass("node", "checksum of what is sent", size, ns["checksum"]),
             Pass("node", "unacknowledged: subtract one", size, max(0.0, ns["encode again"] - ns["encode"])),
             Pass("node", "judge what is sent", 0, ns["judge"]),

@@ -10,7 +10,8 @@ import pytest
 from tests.fixed import fixed_run
 from zmqtrain.averaging.coder import DeltaCoder, EncodedSegments
 from zmqtrain.codecs import fast
-from zmqtrain.core.types import CodedSegments, LeafSpec, Offer
+from zmqtrain.core.interfaces import CodedSegments
+from zmqtrain.core.types import LeafSpec, Offer
 from zmqtrain.protocol.messages import Aggregate
 from zmqtrain.train import in_place
 from zmqtrain.train.anchor import DeviceMoves, HostMoves

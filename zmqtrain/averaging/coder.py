@@ -45,18 +45,19 @@ from zmqtrain.codecs.payload import (
     check_payload,
     decode_payload,
     decode_segments,
+    encode_ahead,
     encode_payload,
     initial_states,
     payload_size,
     plan_payload,
 )
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
+from zmqtrain.core.interfaces import CodedSegments, LentSegments
 from zmqtrain.core.settings import AUTO, RunSettings
 from zmqtrain.core.types import (
     ALIGNMENT_BYTES,
     Array,
     Buffer,
-    CodedSegments,
     JoinedSegments,
     ModelSpec,
     Offer,
@@ -425,9 +426,17 @@ class DeltaCoder:
             states = self._states[offer.fragment]
         if device is not None:
             return device.encode(codecs, offer.segments, [(self._codecs(u), u.frames) for u in in_flight], states)
+        less, alike = [u.frames for u in in_flight], all(u.codec == codec for u in in_flight)
+        if isinstance(offer.segments, LentSegments) and alike and fast.kernels(sum(counts)) is not None:
+
+            def encode(*leaves: Any) -> tuple[Buffer, ...]:
+                return encode_ahead(codecs, counts, leaves, states, less, self._threads.each)
+
+            if (frames := offer.segments.read(encode)) is not None:
+                return frames
         segments = [np.asarray(segment) for segment in offer.segments]
-        if all(u.codec == codec for u in in_flight):
-            return encode_payload(codecs, segments, states, [u.frames for u in in_flight], self._threads.each)
+        if alike:
+            return encode_payload(codecs, segments, states, less, self._threads.each)
         sent = self._sum(in_flight)
         rest = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
         return encode_payload(codecs, rest, states, each=self._threads.each)

@@ -94,6 +94,7 @@ class Kernels(NamedTuple):
       rest = parameters - published.
     energy(frame, table, block, column of the first scales, column of how many values have some): of all slabs of a run,
       as `energy_of_scales` of codec.py.
+    ahead(places, row, params, anchor, begin, out): of `LentSegments`: params - anchor, of the values from `begin` on.
     rebase(shared, own, begin, places int64[m, 4], params int64[leaves], anchor int64[leaves]): as `CodedSegments`, for
       the values from `begin` on that `shared` holds; own: as many, or none.  params, anchor: the leaves' addresses.
     """
@@ -107,16 +108,17 @@ class Kernels(NamedTuple):
     scatter: Callable[..., None]
     step: Callable[..., None]
     energy: Callable[..., float]
-    rebase: Callable[..., None]
+    ahead: Callable[..., int]
+    rebase: Callable[..., int]
 
 
 class TernaryLoops(NamedTuple):
     """As `Kernels`, for the slabs of runs that `ternary` codes.
 
-    encode(addresses int64[rows], table int64[rows, 6], block, sent uint8[k, bytes], frame uint8[bytes], scratch
-      float32[n], scratch int16[block], scratch uint8[5 m]): as `_encode_ternary_numpy` of levels.py, for the slabs
-      of a `RunLoops` table, of the values there less what the frames in `sent` decode to; returns the first row that
-      holds NaN or infinity, or -1.
+    encode(addresses int64[rows], table int64[rows, 6], block, sent uint8[k, bytes], frame uint8[bytes], places, params,
+      anchor, scratch float32[n], scratch float32[n], scratch int16[block], scratch uint8[5 m]): as
+      `_encode_ternary_numpy` of levels.py, for the slabs of a `RunLoops` table, of the values there or of what is lent,
+      less what the frames in `sent` decode to; returns the first row that holds NaN or infinity, or -1.
     write(frame uint8, table, addresses, block, add): as `write_blocks` of the digits, slab after slab.
     write_slab(digits uint8, scales uint8, out, block, add): the same, of one slab.
     check(frame, table, block, largest byte, largest scale bits): the first row with a slab that
@@ -138,10 +140,10 @@ class TernaryLoops(NamedTuple):
 class TopkSignsLoops(NamedTuple):
     """As `Kernels`, for the slabs of runs that `topk` and `sign` code.
 
-    encode(addresses, table, block, sent, frame, guess int64[2], scratch as of `pick`, rest float32[n], sum
-      float32[n]): as topk and sign encode, one after the other, the slabs of a `RunLoops` table, of the values there
-      less what the frames in `sent` decode to. guess: the last slab's cut, and whether it is a guess at the next one.
-      Returns the first row that holds NaN or infinity, or -1.
+    encode(addresses, table, block, sent, frame, places, params, anchor, guess int64[2], scratch as of `pick`, rest
+      float32[n], sum float32[n]): as topk and sign encode, one after the other, the slabs of a `RunLoops` table, of the
+      values there or of what is lent, less what the frames in `sent` decode to. guess: the last slab's cut, and whether
+      it is a guess at the next one. Returns the first row that holds NaN or infinity, or -1.
     write(frame, table, addresses, block, add, scratch int32[k], scratch float32[k]): as both decode them.
     check(frame, table, block, largest scale bits, smallest scale bits, scratch int32[k]): the first row with
       a slab that one of both refuses, or -1.
@@ -190,6 +192,12 @@ def topk_signs_loops() -> TopkSignsLoops | None:
     """Return the loops of `topk` and `sign`, where `kernels` has some; compiled when they are first asked for. None:
     they cannot be."""
     return _compiled(_compile_topk_signs)
+
+
+def ahead(places: Any, params: Any, anchor: Any, begin: int, out: Any) -> None:
+    """As `ahead` of `Kernels`, where there are some."""
+    assert _loaded is not None, "used only where there are some"
+    _loaded.ahead(places, 0, params, anchor, begin, out)
 
 
 def rebase(shared: Any, own: Any, begin: int, places: Any, params: Any, anchor: Any) -> None:
@@ -256,7 +264,7 @@ def _trailing_zeros(numba: Any) -> Any:
 
 
 def _vector(numba: Any, kind: Any) -> Any:
-    """Return `_floats`, or `_octets`, as numba compiles it. kind: of its values."""
+    """Return `_floats` or `_octets`, as numba compiles it. kind: of its values."""
 
     def of_type(_: Any, address: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -320,11 +328,16 @@ class _Compiler:
         self.guess, self.samples = made(numba.int64), numba.types.Array(numba.float32, 3, "C")
 
     def jit(self, signature: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        source = getattr(function, "py_func", function)  # a first try, which failed, may have come as far as this
         try:
-            compiled = self.numba.njit(signature, nogil=True, cache=True, error_model="numpy")(function)
-        except RuntimeError:  # there is no folder where the code could be kept
-            compiled = self.numba.njit(signature, nogil=True, error_model="numpy")(function)
+            compiled = self.numba.njit(signature, nogil=True, cache=True, error_model="numpy")(source)
+        except (RuntimeError, OSError):  # there is no folder where the code could be kept, or no room in it
+            compiled = self.numba.njit(signature, nogil=True, error_model="numpy")(source)
         return compiled  # type: ignore[no-any-return]
+
+    def put(self, signature: Any, function: Callable[..., Any]) -> None:
+        """Compile a loop that others call, and put it in its own place in this file."""
+        globals()[function.__name__] = self.jit(signature, function)
 
 
 @lru_cache(maxsize=1)
@@ -335,19 +348,7 @@ def _compiler() -> _Compiler:
 
 
 def _compile(numba: Any) -> Kernels:
-    global \
-        _fetch, \
-        _first_one, \
-        _floats, \
-        _octets, \
-        _pick, \
-        _pack, \
-        _unpack, \
-        _signs, \
-        _energy_of_scales, \
-        _step, \
-        _row_of, \
-        _rebase
+    global _fetch, _first_one, _floats, _octets
     _fetch, _first_one = _prefetch(numba), _trailing_zeros(numba)
     _floats, _octets = _vector(numba, numba.float32), _vector(numba, numba.uint8)
     of = _compiler()
@@ -356,14 +357,15 @@ def _compile(numba: Any) -> Kernels:
         whole(of.x, whole, of.single, whole, of.x, most, of.small_codes, of.scales)
         for most in (numba.types.none, whole)
     ]
-    _pick = of.jit(whole(of.x, whole, whole, written, written, written, written, of.floats), _pick)
-    _pack = of.jit(of.void(of.places, whole, whole, of.bytes), _pack)
-    _unpack = of.jit(whole(of.frame, whole, whole, whole, written), _unpack)
-    _signs = of.jit(whole(of.x, whole, of.scales), _signs)
-    _energy_of_scales = of.jit(of.real(of.frame, whole, whole, whole, whole), _energy_of_scales)
-    _step = of.jit(of.void(of.x, of.single, of.single, of.floats, of.x, of.floats), _step)
-    _row_of = of.jit(whole(of.table, whole, whole), _row_of)
-    _rebase = of.jit(whole(of.x, of.x, whole, of.table, whole, of.numbers, of.numbers), _rebase)
+    of.put(whole(of.x, whole, whole, written, written, written, written, of.floats), _pick)
+    of.put(of.void(of.places, whole, whole, of.bytes), _pack)
+    of.put(whole(of.frame, whole, whole, whole, written), _unpack)
+    of.put(whole(of.x, whole, of.scales), _signs)
+    of.put(of.real(of.frame, whole, whole, whole, whole), _energy_of_scales)
+    of.put(of.void(of.x, of.single, of.single, of.floats, of.x, of.floats), _step)
+    of.put(whole(of.table, whole, whole), _row_of)
+    of.put(whole(of.table, whole, of.numbers, of.numbers, whole, of.floats), _ahead)
+    of.put(whole(of.x, of.x, whole, of.table, whole, of.numbers, of.numbers), _rebase)
     return Kernels(
         of.jit(quantize, _quantize),
         of.jit(of.void(of.codes, of.x, of.floats, whole, of.flag), _write),
@@ -374,28 +376,22 @@ def _compile(numba: Any) -> Kernels:
         of.jit(of.void(of.places, of.x, of.floats, of.flag), _scatter),
         _step,
         of.jit(of.real(of.frame, of.table, whole, whole, whole), _energy),
+        _ahead,
         _rebase,
     )
 
 
 def _compile_ternary(of: _Compiler) -> TernaryLoops:
-    global _write_digits, _pack_digits, _ternary_blocks, _ternary_slab
-    whole, scratch = of.whole, (of.floats, of.units, of.bytes)
-    _write_digits = of.jit(
-        of.void(of.frame, whole, of.frame, whole, whole, whole, whole, of.floats, of.flag), _write_digits
-    )
-    _pack_digits = of.jit(of.void(of.bytes, whole, of.bytes), _pack_digits)
-    _ternary_blocks = of.jit(whole(of.x, whole, of.bytes, whole, of.units, of.bytes), _ternary_blocks)
-    _ternary_slab = of.jit(whole(of.x, whole, of.frames, of.bytes, whole, whole, *scratch), _ternary_slab)
+    whole, scratch, model = of.whole, (of.floats, of.units, of.bytes), (of.table, of.numbers, of.numbers)
+    of.put(of.void(of.frame, whole, of.frame, whole, whole, whole, whole, of.floats, of.flag), _write_digits)
+    of.put(of.void(of.bytes, whole, of.bytes), _pack_digits)
+    of.put(whole(of.x, whole, of.bytes, whole, of.units, of.bytes), _ternary_blocks)
     return TernaryLoops(
-        of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, *scratch), _ternary),
+        of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, *model, of.floats, *scratch), _ternary),
         of.jit(of.void(of.frame, of.table, of.numbers, whole, of.flag), _write_ternary),
         of.jit(of.void(of.frame, of.frame, of.floats, whole, of.flag), _write_ternary_slab),
         of.jit(whole(of.frame, of.table, whole, whole, whole), _check_ternary),
-        of.jit(
-            of.void(of.frame, of.frame, of.table, whole, of.table, of.numbers, of.numbers, of.floats, of.floats),
-            _rebase_ternary,
-        ),
+        of.jit(of.void(of.frame, of.frame, of.table, whole, *model, of.floats, of.floats), _rebase_ternary),
         of.jit(
             whole(
                 *(of.numbers, of.table, whole, of.bytes, of.single, of.single, of.floats, of.x, of.numbers),
@@ -407,17 +403,16 @@ def _compile_ternary(of: _Compiler) -> TernaryLoops:
 
 
 def _compile_topk_signs(of: _Compiler) -> TopkSignsLoops:
-    global _sampled_key, _read_signs, _write_signs, _less_sent, _write_slab
     whole, written, floats = of.whole, of.written, of.floats
-    _sampled_key = of.jit(whole(of.x, whole, whole, written), _sampled_key)
-    _read_signs = of.jit(of.void(of.frame, of.row, whole, whole, written, floats), _read_signs)
-    _write_signs = of.jit(whole(of.x, whole, of.bytes, whole, whole), _write_signs)
-    _less_sent = of.jit(of.void(of.x, of.frames, of.row, whole, whole, written, floats, floats, floats), _less_sent)
-    _write_slab = of.jit(of.void(of.frame, of.row, whole, whole, written, floats, floats), _write_slab)
+    of.put(whole(of.x, whole, whole, written), _sampled_key)
+    of.put(of.void(of.frame, of.row, whole, whole, written, floats), _read_signs)
+    of.put(whole(of.x, whole, of.bytes, whole, whole), _write_signs)
+    of.put(of.void(of.x, of.frames, of.row, whole, whole, written, floats, floats, floats), _less_sent)
+    of.put(of.void(of.frame, of.row, whole, whole, written, floats, floats), _write_slab)
     scratch = (written, written, written, written, floats, floats, floats)
     model = (of.table, of.numbers, of.numbers)
     return TopkSignsLoops(
-        of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, of.guess, *scratch), _topk_signs),
+        of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, *model, of.guess, *scratch), _topk_signs),
         of.jit(of.void(of.frame, of.table, of.numbers, whole, of.flag, written, floats), _write_topk_signs),
         of.jit(whole(of.frame, of.table, whole, whole, whole, written), _check_topk_signs),
         of.jit(
@@ -482,42 +477,51 @@ def _write(codes: Any, scales: Any, out: Any, block: int, add: bool) -> None:
                 target[i] = np.float32(source[i]) * scale
 
 
-def _ternary(addresses: Any, table: Any, block: int, sent: Any, frame: Any, rest: Any, units: Any, digits: Any) -> int:
-    spoiled = -1
+def _ternary(
+    addresses: Any,
+    table: Any,
+    block: int,
+    sent: Any,
+    frame: Any,
+    places: Any,
+    params: Any,
+    anchor: Any,
+    rest: Any,
+    known: Any,
+    units: Any,
+    digits: Any,
+) -> int:
+    spoiled, at, piece = -1, 0, rest.size // block * block
     for row in range(table.shape[0]):
         slabs, slab, stride = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE]
-        first, scales_first = table[row, _DIGITS], table[row, SCALES]
-        values = _floats(addresses[row], slabs * slab)
-        for start in range(0, values.size, slab):
-            x = values[start : start + slab]
-            largest = _ternary_slab(x, block, sent, frame, first, scales_first, rest, units, digits)
-            if largest >= _INFINITY and spoiled < 0:
-                spoiled = row
+        first, scales_first, width = table[row, _DIGITS], table[row, SCALES], (slab + 4) // 5
+        given = 0 if places.shape[0] else slabs * slab
+        values = _floats(addresses[row], given)
+        for begin in range(0, slabs * slab, slab):
+            for start in range(0, slab, piece):
+                size, scales_at, here = min(piece, slab - start), scales_first + start // block * 2, begin + start
+                x = rest[:size]
+                if given:
+                    for i in range(here + AHEAD_VALUES, here + AHEAD_VALUES + size, _LINE_VALUES):
+                        _fetch(values, i)
+                    source = values[here : here + size]
+                    for i in range(size):
+                        x[i] = source[i]
+                else:
+                    at = _ahead(places, at, params, anchor, table[row, 0] + here, x)
+                if sent.shape[0]:
+                    less = known[:size]
+                    for one in range(sent.shape[0]):
+                        _write_digits(sent[one], first, sent[one], scales_at, width, start, block, less, one > 0)
+                    for i in range(size):
+                        x[i] -= less[i]
+                largest = _ternary_blocks(x, block, frame, scales_at, units, digits[start : start + size])
+                if largest >= _INFINITY and spoiled < 0:
+                    spoiled = row
+            _pack_digits(digits, slab, frame[first : first + width])
             first += stride
             scales_first += stride
     return spoiled
-
-
-def _ternary_slab(
-    x: Any, block: int, sent: Any, frame: Any, first: int, scales_at: int, rest: Any, units: Any, digits: Any
-) -> int:
-    width, worst, piece = (x.size + 4) // 5, 0, rest.size // block * block
-    for begin in range(0, x.size, piece):
-        source = x[begin : begin + piece]
-        for i in range(begin + AHEAD_VALUES, begin + AHEAD_VALUES + piece, _LINE_VALUES):
-            _fetch(x, i)
-        if sent.shape[0]:
-            known = rest[: source.size]
-            for row in range(sent.shape[0]):
-                _write_digits(sent[row], first, sent[row], scales_at, width, begin, block, known, row > 0)
-            for i in range(known.size):
-                known[i] = source[i] - known[i]
-            worst = max(worst, _ternary_blocks(known, block, frame, scales_at, units, digits[begin : begin + piece]))
-        else:
-            worst = max(worst, _ternary_blocks(source, block, frame, scales_at, units, digits[begin : begin + piece]))
-        scales_at += piece // block * 2
-    _pack_digits(digits, x.size, frame[first : first + width])
-    return worst
 
 
 def _pack_digits(digits: Any, count: int, packed: Any) -> None:
@@ -809,6 +813,9 @@ def _topk_signs(
     block: int,
     sent: Any,
     frame: Any,
+    model: Any,
+    params: Any,
+    anchor: Any,
     guess: Any,
     candidates: Any,
     keys: Any,
@@ -818,11 +825,15 @@ def _topk_signs(
     rest: Any,
     total: Any,
 ) -> int:
+    at = 0
     for row in range(table.shape[0]):
         slabs, slab, stride, kept = table[row, _SLABS], table[row, SLAB], table[row, _STRIDE], table[row, KEPT]
         everything, places, found = _floats(addresses[row], slabs * slab), picked[: kept + 1], values[:kept]
         for number in range(slabs):
             x, moved = everything[number * slab : (number + 1) * slab], number * stride
+            if model.shape[0]:
+                x = rest[:slab]
+                at = _ahead(model, at, params, anchor, table[row, 0] + number * slab, x)
             if sent.shape[0]:
                 _less_sent(x, sent, table[row], block, moved, picked, values, rest, total)
                 x = rest[:slab]
@@ -1029,6 +1040,21 @@ def _row_of(places: Any, row: int, value: int) -> int:
                 row = middle
             else:
                 after = middle
+    return row
+
+
+def _ahead(places: Any, row: int, params: Any, anchor: Any, begin: int, out: Any) -> int:
+    """See `Kernels`. row: of the table, at or before the first value; returns that of the last."""
+    done = 0
+    while done < out.size:
+        row = _row_of(places, row, begin + done)
+        inside, leaf = begin + done - places[row, 0], places[row, 2]
+        size, first = min(out.size - done, places[row, 1] - inside), 4 * (places[row, 3] + inside)
+        ours, behind = _floats(params[leaf] + first, size), _floats(anchor[leaf] + first, size)
+        target = out[done : done + size]
+        for i in range(size):
+            target[i] = ours[i] - behind[i]
+        done += size
     return row
 
 

@@ -19,10 +19,12 @@ from zmqtrain.codecs.codec import (
     INFINITY_BITS,
     LARGEST_BLOCK,
     MAGNITUDE,
+    NOT_LENT,
     NOTHING_SENT,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
     Codec,
+    Lent,
     Numpy,
     RunLoops,
     Scratch,
@@ -319,8 +321,8 @@ def ternary(block: int = 128) -> Codec:
         packed, scales = arrays
         _check_ternary(packed, scales, count, name)
 
-    def encode_run(addresses: Numpy, table: Numpy, frame: Numpy, sent: Numpy) -> int:
-        return _encode_run(addresses, table, block, sent, frame)
+    def encode_run(addresses: Numpy, table: Numpy, frame: Numpy, sent: Numpy, lent: Lent) -> int:
+        return _encode_run(addresses, table, block, sent, frame, lent)
 
     def write_run(frame: Numpy, table: Numpy, addresses: Numpy, add: bool) -> None:
         _loops().write(frame, table, addresses, block, add)
@@ -374,8 +376,10 @@ def _loops() -> fast.TernaryLoops:
     return loops
 
 
-def _encode_run(addresses: Numpy, table: Numpy, block: int, sent: Numpy, frame: Numpy) -> int:
-    return _loops().encode(addresses, table, block, sent, frame, *_scratch_of_slabs(table, block))
+def _encode_run(addresses: Numpy, table: Numpy, block: int, sent: Numpy, frame: Numpy, lent: Lent = NOT_LENT) -> int:
+    known = _scratch.take("own", max(block, _AT_ONCE), np.float32)
+    rest, units, digits = _scratch_of_slabs(table, block)
+    return _loops().encode(addresses, table, block, sent, frame, *lent, rest, known, units, digits)
 
 
 def _scratch_of_slabs(table: Numpy, block: int) -> tuple[Numpy, Numpy, Numpy]:

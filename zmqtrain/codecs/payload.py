@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
-from zmqtrain.codecs.codec import NOTHING_SENT, Codec, RunLoops, Scratch, State, address_of
+from zmqtrain.codecs.codec import NOT_LENT, NOTHING_SENT, Codec, Lent, RunLoops, Scratch, State, address_of
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.checksum import crc32
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
@@ -280,6 +280,41 @@ def encode_payload(
     return encoder.finish()
 
 
+def encode_ahead(
+    codecs: Sequence[Codec],
+    counts: Sequence[int],
+    leaves: tuple[Numbers, Sequence[Vector], Sequence[Vector]],
+    states: list[State] | None = None,
+    less: Sequence[Sequence[Buffer]] = (),
+    each: Each = one_by_one,
+) -> tuple[bytearray, ...]:
+    """As `encode_payload`, of the segments of `LentSegments`, which are computed run by run, within a core's cache.
+
+    leaves: places, parameters and anchor, as `LentSegments.read` gives them. Only where there is machine code.
+    """
+    encoder, sent = SlabEncoder(codecs, counts, states), Sent(codecs, counts, less)
+    places, params, anchor = leaves
+    ours, behind = (np.array([address_of(leaf) for leaf in those], np.int64) for those in (params, anchor))
+    each(lambda run: encoder.encode_lent(run, (places, ours, behind), sent), encoder.plan.runs, sum(counts))
+    return encoder.finish()
+
+
+class _RunMemory(threading.local):
+    """Memory of this thread for the values of a run."""
+
+    def __init__(self) -> None:
+        self._values = np.empty(0, np.float32)
+
+    def take(self, count: int) -> Vector:
+        """Return float32[count] of undefined content, valid until the next call."""
+        if self._values.size < count:
+            self._values = np.empty(max(count, RUN_VALUES), np.float32)
+        return self._values[:count]
+
+
+_run_memory = _RunMemory()
+
+
 class SlabEncoder:
     """Encode the slabs of one payload, each once, in any order and from any thread, and then close the frames.
 
@@ -313,12 +348,23 @@ class SlabEncoder:
         loops = self.plan.loops(run) if values.is_plain else None
         if loops is not None and loops.encode is not None:
             known = NOTHING_SENT if sent is None else sent.frames(run.frame)
-            self._encoded(run, loops.encode(values.addresses(run), run.table, self._bytes[run.frame], known))
+            self._encoded(run, loops.encode(values.addresses(run), run.table, self._bytes[run.frame], known, NOT_LENT))
             return
         for number in run.slabs:
             slab = self.plan.slabs[number]
             part = values.part(slab)
             self.encode(number, part if sent is None else sent.subtract(part, number, slab, run.frame))
+
+    def encode_lent(self, run: Run, lent: Lent, sent: Sent) -> None:
+        """Encode the slabs of a run of lent leaves, as `encode` of RunLoops takes them; raises as `encode_run` does."""
+        loops = self.plan.loops(run)
+        if loops is not None and loops.encode is not None:
+            row = loops.encode(run.starts, run.table, self._bytes[run.frame], sent.frames(run.frame), lent)
+            self._encoded(run, row)
+            return
+        first, ahead = self.plan.slabs[run.slabs.start].start, _run_memory.take(run.values)
+        fast.ahead(*lent, first, ahead)
+        self.encode_run(run, PayloadMemory.flat(ahead, first), sent)
 
     def _encoded(self, run: Run, spoiled: int) -> None:
         """Take it that machine code has encoded a run of a codec that keeps no state. spoiled: as it has returned."""

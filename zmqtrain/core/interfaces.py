@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.core.settings import RunSettings
@@ -25,6 +26,8 @@ from zmqtrain.core.types import (
     Update,
     Version,
 )
+
+Made = TypeVar("Made")
 
 
 class Layout(Protocol):
@@ -51,6 +54,57 @@ class Layout(Protocol):
 
     def add(self, leaf: Array, leaf_index: int, fragment: int, segment: Array) -> Array:
         """Return the leaf with `segment` added to the fragment's part of it."""
+
+
+class CodedSegments(Sequence[Array]):
+    """The segments of one fragment, still encoded. Who takes a segment has all of them decoded, once."""
+
+    @abstractmethod
+    def decoded(self) -> Sequence[Array]:
+        """Return the segments."""
+
+    @abstractmethod
+    def rebases_with(self, own: Sequence[Array] | None) -> bool:
+        """Return whether `rebase` can take this own part."""
+
+    @abstractmethod
+    def rebase(
+        self, own: CodedSegments | None, places: Array, params: Sequence[Array], anchor: Sequence[Array]
+    ) -> None:
+        """Add these values to the anchor, and to the parameters these less `own`; nothing as large as they is made.
+
+        own: of the same fragment; None is nothing.  places: int64[n, 4], of each piece of a leaf:
+        where its values begin among those of all segments, how many they are, the number of the leaf, and where in
+        the leaf they begin; rising, without a gap.  params, anchor: the leaves, flat, contiguous float32, written in
+        place: the sums are rounded as `params + (these - own)` and `anchor + these` are.
+        """
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.decoded()[index]
+
+
+class LentSegments(Sequence[Array]):
+    """The segments of an offer, not computed yet: `params - anchor` of the leaves of one fragment, on a processor.
+
+    The training thread either lends the leaves to whoever encodes the offer, or has the segments computed; whoever
+    takes one of these waits for it. `Array`s are numpy arrays where they were lent, and jax arrays where they were not.
+    """
+
+    @abstractmethod
+    def lend(self) -> None:
+        """Let `read` have the leaves, once XLA has computed them (training thread)."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Have the segments computed, unless the leaves are lent (training thread)."""
+
+    @abstractmethod
+    def read(self, work: Callable[[Array, Sequence[Array], Sequence[Array]], Made]) -> Made | None:
+        """Return what `work` makes of the leaves; None where they were not lent, or cannot wait any longer.
+
+        work: is called with the table `places` of `CodedSegments`, and the leaves of the parameters and of the anchor,
+        flat float32; nothing may be written there. What it raises is raised.
+        """
 
 
 class Clock(Protocol):

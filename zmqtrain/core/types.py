@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -127,33 +126,6 @@ class JoinedSegments(list[Array]):
         places, _ = joined_places(counts)
         super().__init__(joined[place : place + count] for place, count in zip(places, counts, strict=True))
         self.joined = joined
-
-
-class CodedSegments(Sequence[Array]):
-    """The segments of one fragment, still encoded. Who takes a segment has all of them decoded, once."""
-
-    @abstractmethod
-    def decoded(self) -> Sequence[Array]:
-        """Return the segments."""
-
-    @abstractmethod
-    def rebases_with(self, own: Sequence[Array] | None) -> bool:
-        """Return whether `rebase` can take this own part."""
-
-    @abstractmethod
-    def rebase(
-        self, own: CodedSegments | None, places: Array, params: Sequence[Array], anchor: Sequence[Array]
-    ) -> None:
-        """Add these values to the anchor, and to the parameters these less `own`; nothing as large as they is made.
-
-        own: of the same fragment; None is nothing.  places: int64[n, 4], of each piece of a leaf:
-        where its values begin among those of all segments, how many they are, the number of the leaf, and where in
-        the leaf they begin; rising, without a gap.  params, anchor: the leaves, flat, contiguous float32, written in
-        place: the sums are rounded as `params + (these - own)` and `anchor + these` are.
-        """
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.decoded()[index]
 
 
 def joined_places(counts: Sequence[int]) -> tuple[list[int], int]:

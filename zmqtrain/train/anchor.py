@@ -44,9 +44,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from numpy.typing import NDArray
 
 from zmqtrain.core.errors import ConfigError, ModelMismatch
-from zmqtrain.core.interfaces import Layout
-from zmqtrain.core.types import Array, CodedSegments, JoinedSegments, ModelSpec, joined_places
+from zmqtrain.core.interfaces import CodedSegments, Layout, LentSegments
+from zmqtrain.core.types import Array, JoinedSegments, ModelSpec, joined_places
 from zmqtrain.train import in_place
+from zmqtrain.train.lent import Lent
 from zmqtrain.train.processes import check_placed, each_has_all, gathered_stack, own_devices, put, whole_leaf
 
 AnchorOn = Literal["device", "host"]
@@ -78,6 +79,11 @@ class Moves(Protocol):
     def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
         """Return the elastic share of params - anchor of one fragment, or the `whole` of it: a flat float32 segment per
         leaf."""
+
+    def offered(
+        self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False
+    ) -> Sequence[Array] | LentSegments:
+        """Return what is to be offered: as `pending`, or the leaves, to be lent."""
 
     def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
         """Return params + D(U) - D(u) and anchor + D(U). The anchor is used up."""
@@ -119,6 +125,9 @@ def _replaced(leaves: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
 
 LARGEST_LOOPED = 2**31
 """A leaf with more values than an index of 32 bits can count is gathered and scattered everywhere."""
+
+LEAST_LENT = 1 << 20
+"""Fewer values of a fragment are not lent: what is pending is computed."""
 
 FEWEST_LOOPED = 3
 """So few pieces of equal length are moved one by one, without a loop."""
@@ -179,6 +188,19 @@ class DeviceMoves:
         )
         return result
 
+    def offered(
+        self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False
+    ) -> Sequence[Array] | LentSegments:
+        """See Moves. Of few values `pending` costs less than two threads that meet."""
+        ours, counts = self._touched(params, fragment), self.layout.counts(fragment)
+        if sum(counts) < LEAST_LENT or not (whole or self.elastic == 1) or not self._rebases(ours, fragment):
+            return self.pending(params, anchor, fragment, whole=whole)
+
+        def compute() -> Sequence[Array]:
+            return self.pending(params, anchor, fragment, whole=whole)
+
+        return Lent(ours, self._touched(anchor, fragment), self._places_of(fragment), counts, compute)
+
     def apply(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
         """See Moves. Fragment by fragment, and each by one compiled function, with an own part or without: whatever
         mixture of fragments and own parts an update holds, nothing is compiled that was compiled before (a fragment of
@@ -207,14 +229,17 @@ class DeviceMoves:
         self, ours: Leaves, behind: Leaves, shared: CodedSegments, own: Sequence[Array] | None, fragment: int
     ) -> tuple[Leaves, Leaves]:
         assert own is None or isinstance(own, CodedSegments), "or it could not be taken"
-        if fragment not in self._places:
-            self._places[fragment] = places_in_leaves(self.layout, fragment)
-        places, leaves = self._places[fragment], len(ours)
+        places, leaves = self._places_of(fragment), len(ours)
 
         def rebase(arrays: Sequence[Vector]) -> None:
             shared.rebase(own, places, arrays[:leaves], arrays[leaves:])
 
         return in_place.work_on(ours, behind, rebase, donate=self.donate)
+
+    def _places_of(self, fragment: int) -> Numbers:
+        if fragment not in self._places:
+            self._places[fragment] = places_in_leaves(self.layout, fragment)
+        return self._places[fragment]
 
     def _given(
         self, ours: Leaves, shared: Sequence[Array] | None, own: Sequence[Array] | None, fragment: int
@@ -829,6 +854,9 @@ class SpreadMoves(SpreadLeaves):
         kernel = Kernel(_Ahead(1.0 if whole else self.elastic), flat=True)
         return self._segments(kernel, [params[i] for i in touched], [others], touched, fragment)
 
+    def offered(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> Sequence[Array]:
+        return self.pending(params, anchor, fragment, whole=whole)
+
     def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
         for fragment in sorted({*aggregate, *own}):
             touched = self.layout.leaves(fragment)
@@ -871,6 +899,9 @@ class HostMoves(SpreadLeaves):
             segment = np.subtract(np.asarray(coming.pop(0)), self.layout.take(anchor[i], i, fragment))
             segments.append(segment if whole or self.elastic == 1 else np.float32(self.elastic) * segment)
         return segments
+
+    def offered(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> Sequence[Array]:
+        return self.pending(params, anchor, fragment, whole=whole)
 
     def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
         for fragment in sorted({*aggregate, *own}):

@@ -37,7 +37,7 @@ Work = Callable[[list[NDArray[Any]]], object]
 
 _TARGET = "zmqtrain_work_on"
 _DEAR = 8192
-"""A program of fewer operations than a thousand or so runs in the caller's thread: so many are added, to run later."""
+"""A program of fewer operations than a thousand or so runs in the caller's thread: so many are added."""
 
 # XLA_FFI_ExecutionStage, XLA_FFI_Extension_Type, XLA_FFI_Error_Code
 _EXECUTE, _METADATA, _INTERNAL = 3, 1, 13
@@ -182,9 +182,25 @@ def work_on(leaves: Leaves, spent: Leaves, work: Work, *, donate: bool) -> tuple
     return made[: len(leaves)], made[len(leaves) :]
 
 
+def look_at(leaves: Leaves, look: Work) -> jax.Array:
+    """Have `look` called soon after with the leaves as flat numpy arrays, which it must not write to; return what is
+    ready once it has been, or never will be.
+
+    leaves: float32, on one processor. Nobody writes to them, or has their memory, before `look` has returned.
+    """
+
+    def call(number: NDArray[np.int32]) -> tuple[Leaves, jax.Array]:
+        done: jax.Array = _looking(leaves, number)
+        return [done], done
+
+    return _jobs.hand_over(look, call)[0]
+
+
 def compile_for(leaves: Leaves, spent: Leaves, *, donate: bool) -> None:
-    """Compile what `work_on` needs for arrays like these. Nothing is done."""
-    _program(donate).lower(leaves, spent, np.array(0, np.int32)).compile()
+    """Compile what `work_on` and `look_at` need for arrays like these. Nothing is done."""
+    number = np.array(0, np.int32)
+    _program(donate).lower(leaves, spent, number).compile()
+    _looking.lower([*leaves, *spent], number).compile()
 
 
 @lru_cache(maxsize=1)
@@ -206,9 +222,20 @@ def _program(donate: bool) -> Any:
         forms = [*leaves, *spent, job]
         same = {number: number for number in range(len(forms))}
         *made, done = jax.ffi.ffi_call(_TARGET, forms, input_output_aliases=same)(*forms)
-        return made, done + jnp.sum(jnp.arange(_DEAR, dtype=jnp.int32) ^ job)
+        return made, _later(done, job)
 
     return jax.jit(run, donate_argnums=(0, 1) if donate else (1,))
+
+
+@jax.jit
+def _looking(leaves: Leaves, job: jax.Array) -> jax.Array:
+    done = jax.ffi.ffi_call(_TARGET, job, input_output_aliases={len(leaves): 0})(*leaves, job)
+    return _later(done, job)
+
+
+def _later(done: jax.Array, job: jax.Array) -> jax.Array:
+    """Return a number that is known once `done` is, and takes operations enough for a program that is run later."""
+    return done + jnp.sum(jnp.arange(_DEAR, dtype=jnp.int32) ^ job)
 
 
 def _handle(address: int) -> int | None:
@@ -223,8 +250,8 @@ def _handle(address: int) -> int | None:
     if frame.stage != _EXECUTE:
         return None
     try:
-        *results, number = [frame.results.buffers[n].contents for n in range(frame.results.size)]
-        _jobs.run(ctypes.c_int32.from_address(number.data).value, [_array_of(one) for one in results])
+        *leaves, number = [frame.arguments.buffers[n].contents for n in range(frame.arguments.size)]
+        _jobs.run(ctypes.c_int32.from_address(number.data).value, [_array_of(one) for one in leaves])
     except BaseException as error:
         logger.exception("work on parameters failed")
         text = f"{type(error).__name__}: {error}".encode()

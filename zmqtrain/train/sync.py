@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from zmqtrain.core.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
-from zmqtrain.core.interfaces import Agrees, Closes, Describes, Exchange, Keeps, OffersTogether
+from zmqtrain.core.interfaces import Agrees, Closes, Describes, Exchange, Keeps, LentSegments, OffersTogether
 from zmqtrain.core.types import Array, ModelSpec, Update, Version, describe_mismatch, number_of
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.contributions import ContributionTracker, Drain, SyncSchedule
@@ -459,9 +459,11 @@ class DelayedSync:
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
         self._tracker.take_back(self.exchange.state().in_flight)
         self._anchor = self._moves.settle(leaves, self._anchor)
-        segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
+        segments = self._moves.offered(leaves, self._anchor, fragment, whole=dense)
         broker = fragment // self._each
         sequence = self.exchange.offer(fragment, segments, self._tracker.unsent(broker), dense=dense)
+        if sequence is not None and isinstance(segments, LentSegments):
+            segments.settle()
         self._tracker.offered(sequence, broker)
         return sequence
 

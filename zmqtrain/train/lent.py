@@ -1,0 +1,142 @@
+"""The leaves of an offer, lent to the thread that encodes it: what is pending is then nowhere written down.
+
+    the training thread     lends the leaves, and goes on to the next step; it never waits here
+    a thread of XLA's       has the leaves at hand once they are computed, and waits for a reader: PATIENCE at most
+    the encoding thread     reads them, as long as it takes; XLA gives nobody their memory meanwhile
+
+Rule 1: nobody waits for who may wait for them: a thread of XLA waits without end only for a reader that has begun.
+Rule 2: where no reader comes in time, XLA's thread makes a copy of `params - anchor`, and the reader has that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.core.interfaces import LentSegments
+from zmqtrain.core.types import Array, JoinedSegments, joined_places
+from zmqtrain.train import in_place
+
+PATIENCE_SECONDS = 0.05
+"""So long the leaves wait for a reader. One that is idle takes a hundredth of it; training waits as long at most."""
+LOOK_SECONDS = 0.1
+"""How often a reader looks whether XLA has given up: the step that made the leaves may have failed."""
+
+Made = TypeVar("Made")
+Vector = NDArray[np.float32]
+
+
+class Lent(LentSegments):
+    """See LentSegments.
+
+    params, anchor: the leaves that the fragment touches, float32, on one processor.  places: the table of
+    `CodedSegments`.  counts: values of each segment.  compute: gives the segments as XLA computes them.
+    """
+
+    def __init__(
+        self,
+        params: list[Any],
+        anchor: list[Any],
+        places: NDArray[np.int64],
+        counts: Sequence[int],
+        compute: Callable[[], Sequence[Array]],
+    ) -> None:
+        self._leaves, self._number, self._places, self._counts = [*params, *anchor], len(params), places, counts
+        self._compute: Callable[[], Sequence[Array]] | None = compute
+        self._owner = threading.get_ident()
+        self._changed = threading.Condition()
+        self._at_hand: list[Vector] | None = None
+        self._has_reader = self._is_declined = False
+        self._segments: Sequence[Array] | None = None
+        self._done: Any = None
+        self._failure: BaseException | None = None
+
+    # ------------------------------------------------------------------ training thread
+
+    def lend(self) -> None:
+        leaves, self._leaves, self._compute = self._leaves, [], None
+        try:
+            done = in_place.look_at(leaves, self._show)
+        except BaseException as error:
+            self._change(failure=error)
+            raise
+        self._change(done=done)
+
+    def settle(self) -> None:
+        if self._compute is not None:
+            compute, self._leaves, self._compute = self._compute, [], None
+            self._change(segments=compute())
+
+    def _change(self, **changes: Any) -> None:
+        with self._changed:
+            for name, value in changes.items():
+                setattr(self, f"_{name}", value)
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ thread of XLA's
+
+    def _show(self, leaves: list[Vector]) -> None:
+        with self._changed:
+            self._at_hand = leaves
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._has_reader or self._is_declined, PATIENCE_SECONDS)
+            if not self._has_reader:
+                self._copy(leaves)
+            self._changed.wait_for(lambda: self._at_hand is None)
+
+    def _copy(self, leaves: Sequence[Vector]) -> None:
+        copied = JoinedSegments(np.empty(joined_places(self._counts)[1], np.float32), self._counts)
+        ends = np.cumsum(self._counts)
+        for at, count, leaf, start in self._places.tolist():
+            inside = at - (ends[leaf] - self._counts[leaf])
+            ours, behind = (leaves[n][start : start + count] for n in (leaf, self._number + leaf))
+            np.subtract(ours, behind, out=copied[leaf][inside : inside + count])
+        self._segments, self._at_hand = copied, None
+        self._changed.notify_all()
+
+    # ------------------------------------------------------------------ encoding thread
+
+    def read(self, work: Callable[[Array, Sequence[Array], Sequence[Array]], Made]) -> Made | None:
+        with self._changed:
+            self._wait()
+            if self._at_hand is None:
+                return None
+            leaves, self._has_reader = self._at_hand, True
+            self._changed.notify_all()
+        try:
+            return work(self._places, leaves[: self._number], leaves[self._number :])
+        except BaseException:
+            with self._changed:
+                self._copy(leaves)  # for whoever says what is wrong with them
+            raise
+        finally:
+            self._change(at_hand=None)
+
+    def _wait(self) -> None:
+        """Wait until there is something to read. Raises RuntimeError, and what the leaves' computation raised."""
+        while self._at_hand is None and self._segments is None:
+            if self._failure is not None:
+                raise RuntimeError("the parameters of an offer could not be lent") from self._failure
+            failed = self._done is not None and self._done.is_ready()
+            if failed and self._at_hand is None and self._segments is None:
+                self._done.block_until_ready()
+            self._changed.wait(LOOK_SECONDS)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if threading.get_ident() == self._owner:
+            self.settle()
+        with self._changed:
+            self._is_declined = True
+            self._changed.notify_all()
+            while self._segments is None:
+                self._wait()
+                if self._segments is None:
+                    self._changed.wait(LOOK_SECONDS)
+            return self._segments[index]
