@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import threading
 from collections.abc import Callable
-from typing import BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
+import numba
 import numpy as np
 import pytest
 
@@ -102,3 +105,29 @@ def test_a_program_waits_for_another_that_compiles_but_not_without_end(
         fcntl.flock(other, fcntl.LOCK_EX)
         begin_run(fast.LARGE_SLAB)  # the other stands still
     assert compiling._compiled
+
+
+def test_where_no_file_can_be_locked_all_compile(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    begin_run(fast.LARGE_SLAB)
+    assert asked and compiling._compiled
+
+
+def test_code_for_which_the_disk_has_no_room_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, njit = fast._Compiler(numba), numba.njit
+
+    def full(signature: Any, *, cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return njit(signature, **options)
+
+    def plus_one(value: int) -> int:
+        return value + 1
+
+    monkeypatch.setattr(of, "numba", SimpleNamespace(njit=full))
+    compiled = of.jit(of.whole(of.whole), plus_one)
+    assert compiled(1) == 2
+    assert of.jit(of.whole(of.whole), compiled)(1) == 2, "and once more, after a try that failed further on"

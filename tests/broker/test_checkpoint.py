@@ -35,7 +35,7 @@ def record_of(version):
 def journal(folder, *versions):
     folder.begin_journal(versions[0] - 1)
     for version in versions:
-        folder.release(record_of(version))
+        folder.release(record_of(version), {})
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_gap_between_journals_ends_the_replay(folder):
 
 
 def test_without_a_journal_nothing_is_written(folder):
-    folder.release(record_of(2))
+    folder.release(record_of(2), {})
     assert not folder.folder.exists()
 
 

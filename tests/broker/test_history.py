@@ -48,7 +48,7 @@ class Lives:
             sums = self.aggregator._sums[fragment]
             sums += self.random.normal(size=sums.shape).astype(np.float32)
             reduce = Reduce(version, (fragment,), (one,), 1, False)
-            self.keeper.released(self.aggregator.release(reduce), reduce)
+            self.keeper.released(self.aggregator.release(reduce), reduce, {})
 
     def kill(self):
         self.keeper._folder.close()  # its lock dies with the process

@@ -359,7 +359,7 @@ def test_a_journal_of_another_models_releases_is_refused_in_one_sentence(tmp_pat
     run.found()
     for fragments, frames in (((7,), ((b"x",),)), ((0,), ((b"x", b"y"),)), ((0,), ())):
         run.keeper._folder.begin_journal(0)
-        run.keeper._folder.release((Released(1, "float32", fragments, frames), (), 0))
+        run.keeper._folder.release((Released(1, "float32", fragments, frames), (), 0), {})
         run.keeper._folder.close()
         with pytest.raises(CheckpointError, match=r"remove .* to go on from the checkpoint"):
             Run(tmp_path)
@@ -571,3 +571,13 @@ def test_every_run_has_a_folder_of_its_own():
     assert run != new_run() and folders.folder(run) == Path("zmqtrain-runs") / run
     assert folders.folder("run-1", 2, 4) == Path("zmqtrain-runs/run-1/shard-2")
     assert folders.folder("run-1", term=1) == Path("zmqtrain-runs/run-1-term-1"), "not that of the first, if both live"
+
+
+def test_the_best_version_is_on_the_disk_before_the_models_file_is_overwritten(tmp_path, monkeypatch):
+    def killed(*_):
+        raise CheckpointError("killed")
+
+    monkeypatch.setattr(keeper_module, "export_part", killed)
+    with pytest.raises(CheckpointError, match="killed"):
+        of_losses(tmp_path, [0.5, 0.2, 0.14, 0.3, 206.0])
+    assert load_file(tmp_path / "model-best.safetensors")["w"][0] == 3.0

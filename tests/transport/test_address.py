@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.transport.address import OpenPort, answers, parse_addresses, say_unreachable, why_unanswered
+from zmqtrain.transport.address import OpenPort, answers, parse_addresses, say_unreachable, unknown_host, why_unanswered
 
 FIRST, SECOND = "tcp://pc1:5555", "tcp://pc2:5556"
 
@@ -59,3 +59,9 @@ def test_why_nothing_answers_is_said():
     with socket.socket() as bound:  # and does not listen
         bound.bind(("127.0.0.1", 0))
         assert why_unanswered(f"tcp://127.0.0.1:{bound.getsockname()[1]}", 5.0) == "Connection refused"
+
+
+@pytest.mark.parametrize("host", ["hub..lab", f"{'h' * 64}.lab", "nobody.invalid"])
+def test_what_can_be_no_name_of_a_host_is_one_that_nobody_knows(host):
+    assert unknown_host([f"tcp://{host}:5555"]) == host
+    assert not unknown_host([f"tcp://{host}:5555", "tcp://127.0.0.1:5555"])

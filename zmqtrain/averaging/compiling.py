@@ -1,7 +1,8 @@
 """The machine code of a run's codecs, made before the run begins: on a new PC that takes some ten seconds.
 
 Rule 1: of the programs of one PC, one compiles at a time. The others then find the code on the disk, and none does the
-same work again.  Rule 2: nobody waits without end for a program that stands still.
+same work again: where there is no folder to keep it in, they compile one after the other for nothing.  Rule 2: nobody
+waits without end for a program that stands still. Rule 3: where a file cannot be locked (NFS), all compile at once.
 """
 
 from __future__ import annotations

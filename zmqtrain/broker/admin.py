@@ -66,9 +66,9 @@ class AdminService:
         asked = hello.role == "broker" and hosting is not None and hosting.expects(hello.shard, voter, now)
         if hello.role in ("broker", "standby") and not (asked or self._access.has_hub_keys(peer)):
             return self._core.expel(peer, ZmqTrainError(OTHER_KEYS), "keys")
+        self._core.receive(peer, hello, now)
         if hello.role == "node" and hello.version > 0 and hello.run != self._hub.run:
             self._core.log.of_another_run(peer, hello)
-        self._core.receive(peer, hello, now)
         self._loads.limit(peer)
         if (member := self._hub.members.get(peer)) is not None:
             member.voter = voter

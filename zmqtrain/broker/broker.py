@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from zmqtrain.averaging.aggregator import Aggregator, TakeLeaves
@@ -68,6 +69,8 @@ from zmqtrain.transport.address import split_key
 from zmqtrain.transport.pacing import LinkShare
 
 TICK_SECONDS = 0.05
+COMEBACK_SECONDS = 10.0
+"""So long a broker that is started again waits for nodes, though all data units of its run are done."""
 
 
 class GroupService:
@@ -165,10 +168,10 @@ class Broker:
         self.log, self.codec, self.downlink = self.core.log, self.core.codec, self.core.downlink
         self._copies = CodecExecutor("zmqtrain-snapshots", self.core.stop)
         every = every_from_text(options.checkpoint_every, self.settings.mode == "strict")
+        self._open_until = -inf
         self.keeper = Keeper(self.folder, every, options.checkpoint_keep, made_late=options.own_folder)
         moments = self._resume()
         if self.aggregator.version >= 0:
-            compile_codecs(self.aggregator.layout, self.settings)
             self.aggregator.came(clock.monotonic())
         self.settings = self._planner.settings = self.hub.settings
         if registration is not None and registration.peer.founded and self.hub.version < 0:
@@ -255,7 +258,11 @@ class Broker:
     async def run(self) -> None:
         """Serve until `stop` or the end of the run; then save, say goodbye and close. Raises what ended the broker."""
         self.codec.start()
+        if self.aggregator.version >= 0:
+            self.codec.do(compile_codecs, self.aggregator.layout, self.settings)  # before all that is coded
         self._copies.start()
+        if self.hub.units.ledger.finished:  # it was killed while nodes handed in the last they had
+            self._open_until = self.core.now() + COMEBACK_SECONDS
         self.core.events.began(self.hub.run, self.hub.settings, self.hub.version)
         receiving = asyncio.create_task(self.receiver.receive_forever())
         try:
@@ -317,7 +324,10 @@ class Broker:
     def _is_over(self) -> bool:
         """Return whether this broker's run has ended and no node is left here."""
         first = self.options.registration
-        over = self.hub.units.ledger.finished and not self.hub.nodes if first is None else first.ends(self.hub.nodes)
+        if self.hub.nodes:
+            self._open_until = -inf
+        ended = self.hub.units.ledger.finished and not self.hub.nodes and self.core.now() >= self._open_until
+        over = ended if first is None else first.ends(self.hub.nodes)
         if over:
             self.log.over(by_first=first is not None)
         return over

@@ -152,14 +152,14 @@ class RunFolder(CheckpointFolder):
             self.journal.close()
             self.journal = None
 
-    def release(self, record: JournalRecord, ledger: dict[str, Any] | None = None) -> None:
+    def release(self, record: JournalRecord, ledger: dict[str, Any]) -> None:
         """Write one release to the journal, if there is one. Raises CheckpointError; it may be tried again.
 
         ledger: the state of the data units' ledger by then.
         """
         released, landed, samples = record
         frames = tuple(tuple(bytes(frame) for frame in frames) for frames in released.frames)
-        one = _Release(released.version, released.codec, released.fragments, frames, landed, samples, ledger or {})
+        one = _Release(released.version, released.codec, released.fragments, frames, landed, samples, ledger)
         if self.journal is not None:
             self.journal.append(msgspec.msgpack.encode(one))
 
@@ -191,7 +191,7 @@ class RunFolder(CheckpointFolder):
         for released, landed, samples in self.replay(hub.version):
             aggregator.replay(released)
             hub.replay(released.version, landed, samples)
-        if self.ledger and hub.settings.mode != "strict":  # there the nodes say what they have reached
+        if self.ledger:
             hub.units.restore(dict(self.ledger))
 
 
@@ -416,6 +416,7 @@ class Keeper:
         self._least_loss = inf  # of the best, also while it is still to be kept
         self._of_best = threading.Lock()
         self._last: _Last | None = None
+        self._best_written: Version = -1
         self._last_loss: tuple[Version, float] = (-1, nan)  # of the newest version that was evaluated
 
     def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
@@ -527,7 +528,7 @@ class Keeper:
         self._moments = _moments(arrays) if version == 0 else ()
         return state, self._moments
 
-    def released(self, released: Released, reduce: Reduce, ledger: dict[str, Any] | None = None) -> None:
+    def released(self, released: Released, reduce: Reduce, ledger: dict[str, Any]) -> None:
         """Write a release to the journal, before any node hears of it. ledger: of the data units by then.
 
         Waits while there is no room for it. Raises CheckpointError if `end` is called meanwhile.
@@ -640,9 +641,12 @@ class Keeper:
                 arrays = self._arrays(aggregator)
                 path = self._folder.save(aggregator.version, state, arrays)
                 layout, facts = aggregator.layout, facts_from_state(state)
+                self._last = _Last(aggregator.version, layout.spec, facts)
+                if layout.shard[1] == 1:
+                    with contextlib.suppress(OSError, CheckpointError):  # said by `choose`; the last one is written
+                        self._write_best(self._folder.folder)
                 model = export_part(self._folder.folder, arrays, layout, facts)
                 logger.info("saved %s, and the model alone as %s", path, model)
-                self._last = _Last(aggregator.version, layout.spec, facts)
                 if layout.shard[1] == 1:
                     self.choose(model)
         finally:
@@ -734,34 +738,46 @@ class Keeper:
         """Have the model's file, which holds the last version, hold the better of that and the best one, another file
         the other; after `close`. whole: whether that file holds it; if not, only the best is written, if it is here.
         Raises CheckpointError."""
-        best, last = self._best, self._last
         try:
+            written = self._write_best(model.parent)
             if whole:  # that file has the last version, and the others are of an earlier one
-                for stale in (BEST_FILE, LAST_FILE):
-                    model.with_name(stale).unlink(missing_ok=True)
+                model.with_name(LAST_FILE).unlink(missing_ok=True)
+                if not written:
+                    model.with_name(BEST_FILE).unlink(missing_ok=True)
             if (coming := self._coming) is not None:
                 logger.warning(NOT_WHOLE, coming.version, coming.loss)
-            if best is not None and last is not None and best.version != last.version:
-                self._write_best(model, best, last, whole)
+            if written:
+                self._put_first(model, whole)
         except OSError as error:
             raise CheckpointError(f"cannot write beside {model}: {error}") from None
 
-    def _write_best(self, model: Path, best: _Best, last: _Last, whole: bool) -> None:
-        evaluated, loss = self._last_loss
-        arrays = join_parts(last.model, [best.parts[shard] for shard in sorted(best.parts)])
-        facts = replace(
-            last.facts, version=best.version, evaluation_version=best.version, samples=best.samples,
-            evaluation=best.scores,
-        )  # fmt: skip
-        written = model.with_name(BEST_FILE)
-        write_model(written, arrays, facts)
+    def _write_best(self, folder: Path) -> bool:
+        """Write the best version to its own file, once; the model's file may hold it until now, and is overwritten
+        after. Return whether it is there: not where it is the last one. Raises OSError, CheckpointError."""
+        best, last = self._best, self._last
+        if best is None or last is None or best.version == last.version:
+            return False
+        if self._best_written != best.version:
+            arrays = join_parts(last.model, [best.parts[shard] for shard in sorted(best.parts)])
+            facts = replace(
+                last.facts, version=best.version, evaluation_version=best.version, samples=best.samples,
+                evaluation=best.scores,
+            )  # fmt: skip
+            write_model(folder / BEST_FILE, arrays, facts)
+            self._best_written = best.version
+        return True
+
+    def _put_first(self, model: Path, whole: bool) -> None:
+        """Give the model's file to the better of the best version and the last one, where both are written."""
+        best, last, (evaluated, loss) = self._best, self._last, self._last_loss
+        assert best is not None and last is not None, "they are written"
         if not whole:
             text = "%s holds version %d (loss %.6g), the best that was evaluated"
             logger.warning(text, BEST_FILE, best.version, best.loss)
             return
         if evaluated == last.version and best.loss < loss:
             model.replace(model.with_name(LAST_FILE))
-            written.replace(model)
+            model.with_name(BEST_FILE).replace(model)
             text = (
                 "%s holds version %d (loss %.6g), the best that was evaluated; the last one, %d (loss %.6g), is in %s"
             )

@@ -332,8 +332,9 @@ class BrokerLog:
         if self._is_first("run", peer):
             name, run = printable(hello.name, LOGGED_CHARACTERS), printable(hello.run, LOGGED_CHARACTERS)
             text = (
-                "%s belongs to %s, and this broker serves %s: it trains on alone. To go on with %s, end this broker, "
-                "and start it with --checkpoint and the folder of that run; or start %s again, and it joins this one"
+                "%s belongs to %s, and this broker serves %s: it trains on alone, or ends. To go on with %s, end this "
+                "broker, and start it with --checkpoint and the folder of that run; or start %s again (with --new-run, "
+                "if it has a checkpoint), and it joins this one"
             )
             self._log.warning(text, name, run, self._hub.run, run, name)
 

@@ -449,7 +449,8 @@ class ReleasePipeline:
         if reduce.back_to >= 0:  # no snapshot of what is taken back, no delta that was made on it
             self._snapshots.restart(())
             self._uploads.whole.clear()
-        spawn(self._release(reduce, len(self._hub.live), self._hub.units.ledger.state()))
+        strict = self._hub.settings.mode == "strict"  # there the nodes say what they have reached
+        spawn(self._release(reduce, len(self._hub.live), {} if strict else self._hub.units.ledger.state()))
         if self._hub.version == reduce.version:
             self.save_when_due(together=True)
 

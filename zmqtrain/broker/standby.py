@@ -541,7 +541,6 @@ class Standby(_FirstSession):
         hub.lease = PrimaryLease()  # the standby of the one that is followed is this one
         if hub.version >= 0:
             aggregator.plan(hub.model)
-            compile_codecs(aggregator.layout, settings)
             aggregator.restore(hub.version, arrays)
             aggregator.came(clock.monotonic())
         self._hub, self._aggregator = hub, aggregator
@@ -551,6 +550,8 @@ class Standby(_FirstSession):
             else:
                 self._keeper.inherit(hub, aggregator)
             self._keeps = True
+        if hub.version >= 0:
+            compile_codecs(aggregator.layout, settings)  # after it is kept: it may take over by now
         alone = f": of {settings.shards} shards, shard {shard} alone" if settings.shards > 1 else ""
         logger.info("holding %s at version %d, copied from %s%s", hub.run, hub.version, self.place.where, alone)
 

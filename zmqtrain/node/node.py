@@ -393,10 +393,13 @@ class Node(NullListener):
 
         soon = min(SAY_WAITING_SECONDS, timeout_seconds)
         came = self.wait(answered, soon)
-        if not (came or self._virtual) and (host := unknown_host(link.whereabouts)):
-            raise HubUnreachable(say_unknown_host(host, say_addresses(link.whereabouts)), self.address)
+        where = say_addresses(link.whereabouts)
+        host = "" if came or self._virtual else unknown_host(link.whereabouts)
         if not came and (rest := timeout_seconds - soon) > 0:
-            logger.info("nobody answers yet at %s; trying for %.0f s more", say_addresses(link.whereabouts), rest)
+            if host:
+                logger.warning("%s; trying for %.0f s more", say_unknown_host(host, where), rest)
+            else:
+                logger.info("nobody answers yet at %s; trying for %.0f s more", where, rest)
             self.wait(answered, rest)
         if answered() and not welcomed():
             rest = began + timeout_seconds - self.clock.monotonic()
@@ -404,6 +407,8 @@ class Node(NullListener):
         if self.peer.settings is None:
             waited = min(timeout_seconds, self.clock.monotonic() - began) if link.refused else timeout_seconds
             text = say_unreachable(link.whereabouts, waited, link.obstacle)
+            if host and unknown_host(link.whereabouts):
+                text = say_unknown_host(host, where)
             raise HubUnreachable(text, self.address, link.refused)
         return self.peer.settings
 
@@ -470,7 +475,7 @@ class Node(NullListener):
         self._initial = leaves, optimizer_state
         if self.settings.shards != AUTO_SHARDS:
             self._make_coder(model)
-        elif not self._virtual:
+        elif not self._virtual and self.codec.device_coder() is None:
             compile_codecs(layout_of(model, replace(self.settings, shards=1)), self.settings)
         self._model = model
         resuming = None

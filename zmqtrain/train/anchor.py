@@ -175,8 +175,7 @@ class DeviceMoves:
                 jax.ShapeDtypeStruct(segment.shape, segment.dtype, sharding=_tied_to(leaf))  # type: ignore[no-untyped-call]
                 for segment, leaf in zip(pending.out_info, ours, strict=True)
             ]
-            if _on_processor(ours):
-                _, size = joined_places(self.layout.counts(fragment))
+            if (size := self._joined_size(ours, fragment)) is not None:
                 segments = jax.ShapeDtypeStruct((size,), jnp.float32)  # type: ignore[no-untyped-call]
             for own in (segments, None):
                 self._move.lower(ours, shared, segments, own, fragment).compile()
@@ -236,6 +235,12 @@ class DeviceMoves:
 
         return in_place.work_on(ours, behind, rebase, donate=self.donate)
 
+    def _joined_size(self, ours: Leaves, fragment: int) -> int | None:
+        """Return how many values the one memory has in which a processor is given a fragment's segments; None: they are
+        given one by one."""
+        _, size = joined_places(self.layout.counts(fragment))
+        return size if _on_processor(ours) and size < LARGEST_LOOPED else None
+
     def _places_of(self, fragment: int) -> Numbers:
         if fragment not in self._places:
             self._places[fragment] = places_in_leaves(self.layout, fragment)
@@ -246,8 +251,7 @@ class DeviceMoves:
     ) -> tuple[_Given, _Given | None]:
         """Return what `_move` takes for an aggregate, or zeros, and an own part."""
         counts = self.layout.counts(fragment)
-        fits = joined_places(counts)[1] < LARGEST_LOOPED
-        given = _in_one_memory if fits and _on_processor(ours) else _one_by_one
+        given = _one_by_one if self._joined_size(ours, fragment) is None else _in_one_memory
         shared, own = (one.decoded() if isinstance(one, CodedSegments) else one for one in (shared, own))
         if shared is None:
             shared = [np.zeros(count, np.float32) for count in counts]

@@ -190,6 +190,8 @@ def unknown_host(addresses: Sequence[str]) -> str:
         try:
             socket.getaddrinfo(host, None)
             return ""
+        except UnicodeError:  # no name at all: two dots in a row, or a part of more than 63 characters
+            continue
         except socket.gaierror as error:
             if error.errno != socket.EAI_NONAME:
                 return ""
