@@ -29,7 +29,7 @@ from zmqtrain.averaging.coder import DeltaCoder, Encoded
 from zmqtrain.averaging.held_rounds import SlabThreads
 from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.core.checksum import crc32
-from zmqtrain.core.interfaces import LentSegments
+from zmqtrain.core.interfaces import PinnedSegments
 from zmqtrain.core.types import Buffer, ModelSpec, Offer, count_values
 from zmqtrain.train.anchor import DeviceMoves
 
@@ -100,8 +100,8 @@ class _Node:
 
         def encode(sequence: int) -> Encoded:
             segments = self.moves.offered(self.params, self.anchor, 0)
-            if isinstance(segments, LentSegments):
-                segments.lend()
+            if isinstance(segments, PinnedSegments):
+                segments.pin()
             return coder.encode(Offer(sequence, 0, segments, 1, 1))
 
         alone = self.by_xla.time("encode", lambda: encode(2 * number))

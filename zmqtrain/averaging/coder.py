@@ -52,7 +52,7 @@ from zmqtrain.codecs.payload import (
     plan_payload,
 )
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
-from zmqtrain.core.interfaces import CodedSegments, LentSegments
+from zmqtrain.core.interfaces import CodedSegments, PinnedSegments
 from zmqtrain.core.settings import AUTO, RunSettings
 from zmqtrain.core.types import (
     ALIGNMENT_BYTES,
@@ -427,7 +427,7 @@ class DeltaCoder:
         if device is not None:
             return device.encode(codecs, offer.segments, [(self._codecs(u), u.frames) for u in in_flight], states)
         less, alike = [u.frames for u in in_flight], all(u.codec == codec for u in in_flight)
-        if isinstance(offer.segments, LentSegments) and alike and fast.kernels(sum(counts)) is not None:
+        if isinstance(offer.segments, PinnedSegments) and alike and fast.kernels(sum(counts)) is not None:
 
             def encode(*leaves: Any) -> tuple[Buffer, ...]:
                 return encode_ahead(codecs, counts, leaves, states, less, self._threads.each)

@@ -56,13 +56,13 @@ Sections = tuple[tuple[Any, int], ...]
 Encode = Callable[[Array, State], tuple[tuple[Array, ...], State]]
 
 
-NOT_LENT = np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+NOT_PINNED = np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
 """What `encode` of `RunLoops` is given where the values lie in memory."""
 NOTHING_SENT = np.zeros((0, 1), np.uint8)
 """What `encode` of `RunLoops` is given where nothing is subtracted."""
 
 
-Lent = tuple[Numpy, Numpy, Numpy]
+Pinned = tuple[Numpy, Numpy, Numpy]
 
 
 class RunLoops(NamedTuple):
@@ -74,11 +74,11 @@ class RunLoops(NamedTuple):
     n values. frame: uint8, all of it.  addresses: int64[rows], of each row's first value in memory: float32, contiguous
     and aligned.
 
-    encode(addresses, table, frame, sent, lent): writes the buffers of all slabs into the frame. sent: uint8[k, bytes of
-      the frame]: other frames of the very same form, whose decoded sum, in order, is subtracted first.  lent: places,
-      params and anchor of `LentSegments`, of which the values are the differences (params, anchor: int64[leaves],
-      addresses); or NOT_LENT. Returns the first row that holds NaN or infinity, -1 if none does. None: of a codec that
-      keeps a state.
+    encode(addresses, table, frame, sent, pinned): writes the buffers of all slabs into the frame. sent: uint8[k, bytes
+      of the frame]: other frames of the very same form, whose decoded sum, in order, is subtracted first.  pinned:
+      places, params and anchor of `PinnedSegments`, whose differences the values are (params, anchor: int64[leaves],
+      addresses); or NOT_PINNED. Returns the first row that holds NaN or infinity, -1 if none does. None: of a codec
+      that keeps a state.
     decode_into(frame, table, addresses, add): as of a Codec.
     check(frame, table): returns the first row with a slab that the codec's `check` refuses, -1 if there is none.
     energy(frame, table): as of a Codec, of all slabs together.
@@ -95,7 +95,7 @@ class RunLoops(NamedTuple):
       has some, it is used.
     """
 
-    encode: Callable[[Numpy, Numpy, Numpy, Numpy, Lent], int] | None
+    encode: Callable[[Numpy, Numpy, Numpy, Numpy, Pinned], int] | None
     decode_into: Callable[[Numpy, Numpy, Numpy, bool], None]
     check: Callable[[Numpy, Numpy], int]
     energy: Callable[[Numpy, Numpy], float]

@@ -94,7 +94,7 @@ class Kernels(NamedTuple):
       rest = parameters - published.
     energy(frame, table, block, column of the first scales, column of how many values have some): of all slabs of a run,
       as `energy_of_scales` of codec.py.
-    ahead(places, row, params, anchor, begin, out): of `LentSegments`: params - anchor, of the values from `begin` on.
+    ahead(places, row, params, anchor, begin, out): of `PinnedSegments`: params - anchor, of the values from `begin` on.
     rebase(shared, own, begin, places int64[m, 4], params int64[leaves], anchor int64[leaves]): as `CodedSegments`, for
       the values from `begin` on that `shared` holds; own: as many, or none.  params, anchor: the leaves' addresses.
     """
@@ -117,7 +117,7 @@ class TernaryLoops(NamedTuple):
 
     encode(addresses int64[rows], table int64[rows, 6], block, sent uint8[k, bytes], frame uint8[bytes], places, params,
       anchor, scratch float32[n], scratch float32[n], scratch int16[block], scratch uint8[5 m]): as
-      `_encode_ternary_numpy` of levels.py, for the slabs of a `RunLoops` table, of the values there or of what is lent,
+      `_encode_ternary_numpy` of levels.py, for the slabs of a `RunLoops` table, there or of pinned leaves,
       less what the frames in `sent` decode to; returns the first row that holds NaN or infinity, or -1.
     write(frame uint8, table, addresses, block, add): as `write_blocks` of the digits, slab after slab.
     write_slab(digits uint8, scales uint8, out, block, add): the same, of one slab.
@@ -141,9 +141,9 @@ class TopkSignsLoops(NamedTuple):
     """As `Kernels`, for the slabs of runs that `topk` and `sign` code.
 
     encode(addresses, table, block, sent, frame, places, params, anchor, guess int64[2], scratch as of `pick`, rest
-      float32[n], sum float32[n]): as topk and sign encode, one after the other, the slabs of a `RunLoops` table, of the
-      values there or of what is lent, less what the frames in `sent` decode to. guess: the last slab's cut, and whether
-      it is a guess at the next one. Returns the first row that holds NaN or infinity, or -1.
+      float32[n], sum float32[n]): as topk and sign encode, one after the other, the slabs of a `RunLoops` table, there
+      or of pinned leaves, less what the frames in `sent` decode to. guess: the last slab's cut, and whether it is a
+      guess at the next one. Returns the first row that holds NaN or infinity, or -1.
     write(frame, table, addresses, block, add, scratch int32[k], scratch float32[k]): as both decode them.
     check(frame, table, block, largest scale bits, smallest scale bits, scratch int32[k]): the first row with
       a slab that one of both refuses, or -1.

@@ -19,13 +19,13 @@ from zmqtrain.codecs.codec import (
     INFINITY_BITS,
     LARGEST_BLOCK,
     MAGNITUDE,
-    NOT_LENT,
+    NOT_PINNED,
     NOTHING_SENT,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
     Codec,
-    Lent,
     Numpy,
+    Pinned,
     RunLoops,
     Scratch,
     Sections,
@@ -321,8 +321,8 @@ def ternary(block: int = 128) -> Codec:
         packed, scales = arrays
         _check_ternary(packed, scales, count, name)
 
-    def encode_run(addresses: Numpy, table: Numpy, frame: Numpy, sent: Numpy, lent: Lent) -> int:
-        return _encode_run(addresses, table, block, sent, frame, lent)
+    def encode_run(addresses: Numpy, table: Numpy, frame: Numpy, sent: Numpy, pinned: Pinned) -> int:
+        return _encode_run(addresses, table, block, sent, frame, pinned)
 
     def write_run(frame: Numpy, table: Numpy, addresses: Numpy, add: bool) -> None:
         _loops().write(frame, table, addresses, block, add)
@@ -376,10 +376,12 @@ def _loops() -> fast.TernaryLoops:
     return loops
 
 
-def _encode_run(addresses: Numpy, table: Numpy, block: int, sent: Numpy, frame: Numpy, lent: Lent = NOT_LENT) -> int:
+def _encode_run(
+    addresses: Numpy, table: Numpy, block: int, sent: Numpy, frame: Numpy, pinned: Pinned = NOT_PINNED
+) -> int:
     known = _scratch.take("own", max(block, _AT_ONCE), np.float32)
     rest, units, digits = _scratch_of_slabs(table, block)
-    return _loops().encode(addresses, table, block, sent, frame, *lent, rest, known, units, digits)
+    return _loops().encode(addresses, table, block, sent, frame, *pinned, rest, known, units, digits)
 
 
 def _scratch_of_slabs(table: Numpy, block: int) -> tuple[Numpy, Numpy, Numpy]:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
-from zmqtrain.codecs.codec import NOT_LENT, NOTHING_SENT, Codec, Lent, RunLoops, Scratch, State, address_of
+from zmqtrain.codecs.codec import NOT_PINNED, NOTHING_SENT, Codec, Pinned, RunLoops, Scratch, State, address_of
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.checksum import crc32
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
@@ -288,14 +288,14 @@ def encode_ahead(
     less: Sequence[Sequence[Buffer]] = (),
     each: Each = one_by_one,
 ) -> tuple[bytearray, ...]:
-    """As `encode_payload`, of the segments of `LentSegments`, which are computed run by run, within a core's cache.
+    """As `encode_payload`, of the segments of `PinnedSegments`, which are computed run by run, within a core's cache.
 
-    leaves: places, parameters and anchor, as `LentSegments.read` gives them. Only where there is machine code.
+    leaves: places, parameters and anchor, as `PinnedSegments.read` gives them. Only where there is machine code.
     """
     encoder, sent = SlabEncoder(codecs, counts, states), Sent(codecs, counts, less)
     places, params, anchor = leaves
     ours, behind = (np.array([address_of(leaf) for leaf in those], np.int64) for those in (params, anchor))
-    each(lambda run: encoder.encode_lent(run, (places, ours, behind), sent), encoder.plan.runs, sum(counts))
+    each(lambda run: encoder.encode_pinned(run, (places, ours, behind), sent), encoder.plan.runs, sum(counts))
     return encoder.finish()
 
 
@@ -348,22 +348,24 @@ class SlabEncoder:
         loops = self.plan.loops(run) if values.is_plain else None
         if loops is not None and loops.encode is not None:
             known = NOTHING_SENT if sent is None else sent.frames(run.frame)
-            self._encoded(run, loops.encode(values.addresses(run), run.table, self._bytes[run.frame], known, NOT_LENT))
+            self._encoded(
+                run, loops.encode(values.addresses(run), run.table, self._bytes[run.frame], known, NOT_PINNED)
+            )
             return
         for number in run.slabs:
             slab = self.plan.slabs[number]
             part = values.part(slab)
             self.encode(number, part if sent is None else sent.subtract(part, number, slab, run.frame))
 
-    def encode_lent(self, run: Run, lent: Lent, sent: Sent) -> None:
-        """Encode the slabs of a run of lent leaves, as `encode` of RunLoops takes them; raises as `encode_run` does."""
+    def encode_pinned(self, run: Run, pinned: Pinned, sent: Sent) -> None:
+        """Encode the slabs of a run of pinned leaves, as `encode` of RunLoops has them; raises as `encode_run` does."""
         loops = self.plan.loops(run)
         if loops is not None and loops.encode is not None:
-            row = loops.encode(run.starts, run.table, self._bytes[run.frame], sent.frames(run.frame), lent)
+            row = loops.encode(run.starts, run.table, self._bytes[run.frame], sent.frames(run.frame), pinned)
             self._encoded(run, row)
             return
         first, ahead = self.plan.slabs[run.slabs.start].start, _run_memory.take(run.values)
-        fast.ahead(*lent, first, ahead)
+        fast.ahead(*pinned, first, ahead)
         self.encode_run(run, PayloadMemory.flat(ahead, first), sent)
 
     def _encoded(self, run: Run, spoiled: int) -> None:

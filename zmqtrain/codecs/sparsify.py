@@ -30,8 +30,8 @@ from zmqtrain.codecs.codec import (
     SLAB_VALUES,
     Buffers,
     Codec,
-    Lent,
     Numpy,
+    Pinned,
     RunLoops,
     Scratch,
     Sections,
@@ -472,10 +472,10 @@ def _loops_with_signs(kept: Callable[[int], int], guess: _Guess, block: int) -> 
         form = index_form(count, kept(count))
         return kept(count), _KINDS.index(form.kind), form.low, form.bits, form.size
 
-    def encode(addresses: Numpy, table: Numpy, frame: Numpy, sent: Numpy, lent: Lent) -> int:
+    def encode(addresses: Numpy, table: Numpy, frame: Numpy, sent: Numpy, pinned: Pinned) -> int:
         state, memory = np.array([guess.cut, guess.steady], np.int64), _candidates
         row = _loops().encode(
-            *(addresses, table, block, sent, frame, *lent, state, memory.places, memory.keys, memory.histogram),
+            *(addresses, table, block, sent, frame, *pinned, state, memory.places, memory.keys, memory.histogram),
             *(memory.picked, memory.values, memory.rest, memory.sum),
         )
         guess.cut, guess.steady = int(state[0]), bool(state[1])

@@ -83,24 +83,25 @@ class CodedSegments(Sequence[Array]):
         return self.decoded()[index]
 
 
-class LentSegments(Sequence[Array]):
+class PinnedSegments(Sequence[Array]):
     """The segments of an offer, not computed yet: `params - anchor` of the leaves of one fragment, on a processor.
 
-    The training thread either lends the leaves to whoever encodes the offer, or has the segments computed; whoever
-    takes one of these waits for it. `Array`s are numpy arrays where they were lent, and jax arrays where they were not.
+    The training thread either pins the leaves for whoever encodes the offer, or has the segments computed; whoever
+    takes one of these waits for it. They are numpy arrays where
+    the leaves were pinned, and jax arrays where they were not.
     """
 
     @abstractmethod
-    def lend(self) -> None:
-        """Let `read` have the leaves, once XLA has computed them (training thread)."""
+    def pin(self) -> None:
+        """Let `read` have the leaves, once XLA has computed them: nobody writes there meanwhile (training thread)."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Have the segments computed, unless the leaves are lent (training thread)."""
+        """Have the segments computed, unless the leaves are pinned (training thread)."""
 
     @abstractmethod
     def read(self, work: Callable[[Array, Sequence[Array], Sequence[Array]], Made]) -> Made | None:
-        """Return what `work` makes of the leaves; None where they were not lent, or cannot wait any longer.
+        """Return what `work` makes of the leaves; None where they were not pinned, or cannot wait any longer.
 
         work: is called with the table `places` of `CodedSegments`, and the leaves of the parameters and of the anchor,
         flat float32; nothing may be written there. What it raises is raised.

@@ -22,7 +22,7 @@ import numpy as np
 from zmqtrain.averaging.coder import DeltaCoder, Encoded, encode_snapshot, mean_score
 from zmqtrain.averaging.snapshot import digest_of, encode_optimizer_state
 from zmqtrain.core.errors import CodecError, NonFiniteDelta, ZmqTrainError
-from zmqtrain.core.interfaces import CodedSegments, LentSegments
+from zmqtrain.core.interfaces import CodedSegments, PinnedSegments
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, Buffer, Offer, Update, Version
 from zmqtrain.monitor.recorder import NodeRecorder
@@ -416,7 +416,7 @@ def on_processor(segments: Sequence[Array]) -> bool:
 
 def _platform_of(segments: Sequence[Array]) -> str:
     """Return what kind of device these jax arrays are on, "" if there are several devices or other arrays."""
-    if isinstance(segments, LentSegments):
+    if isinstance(segments, PinnedSegments):
         return "cpu"
     devices = _devices_of(segments)
     everything = all(hasattr(segment, "devices") for segment in segments)

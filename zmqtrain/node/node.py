@@ -33,7 +33,7 @@ from zmqtrain.core.errors import (
     ZmqTrainError,
 )
 from zmqtrain.core.installed import software
-from zmqtrain.core.interfaces import Dialer, Layout, LentSegments, Population
+from zmqtrain.core.interfaces import Dialer, Layout, PinnedSegments, Population
 from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import (
     Array,
@@ -583,8 +583,8 @@ class Node(NullListener):
         base, taken = self.offers.version, [offer]  # popped: the segments need not stay until the next job
         if not self.in_codec(lambda: self.codec.encode(taken.pop(), base), self._values[fragment]):
             return None
-        if isinstance(segments, LentSegments) and not self._virtual:
-            segments.lend()
+        if isinstance(segments, PinnedSegments) and not self._virtual:
+            segments.pin()
         self.check()
         self.offers.made(offer, self.layout.fragments)
         if self._events is not None:

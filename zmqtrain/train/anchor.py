@@ -44,10 +44,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from numpy.typing import NDArray
 
 from zmqtrain.core.errors import ConfigError, ModelMismatch
-from zmqtrain.core.interfaces import CodedSegments, Layout, LentSegments
+from zmqtrain.core.interfaces import CodedSegments, Layout, PinnedSegments
 from zmqtrain.core.types import Array, JoinedSegments, ModelSpec, joined_places
 from zmqtrain.train import in_place
-from zmqtrain.train.lent import Lent
+from zmqtrain.train.pinned import Pinned
 from zmqtrain.train.processes import check_placed, each_has_all, gathered_stack, own_devices, put, whole_leaf
 
 AnchorOn = Literal["device", "host"]
@@ -82,8 +82,8 @@ class Moves(Protocol):
 
     def offered(
         self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False
-    ) -> Sequence[Array] | LentSegments:
-        """Return what is to be offered: as `pending`, or the leaves, to be lent."""
+    ) -> Sequence[Array] | PinnedSegments:
+        """Return what is to be offered: as `pending`, or the leaves, to be pinned."""
 
     def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
         """Return params + D(U) - D(u) and anchor + D(U). The anchor is used up."""
@@ -126,8 +126,8 @@ def _replaced(leaves: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
 LARGEST_LOOPED = 2**31
 """A leaf with more values than an index of 32 bits can count is gathered and scattered everywhere."""
 
-LEAST_LENT = 1 << 20
-"""Fewer values of a fragment are not lent: what is pending is computed."""
+LEAST_PINNED = 1 << 20
+"""Fewer values of a fragment are not pinned: what is pending is computed."""
 
 FEWEST_LOOPED = 3
 """So few pieces of equal length are moved one by one, without a loop."""
@@ -189,16 +189,16 @@ class DeviceMoves:
 
     def offered(
         self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False
-    ) -> Sequence[Array] | LentSegments:
+    ) -> Sequence[Array] | PinnedSegments:
         """See Moves. Of few values `pending` costs less than two threads that meet."""
         ours, counts = self._touched(params, fragment), self.layout.counts(fragment)
-        if sum(counts) < LEAST_LENT or not (whole or self.elastic == 1) or not self._rebases(ours, fragment):
+        if sum(counts) < LEAST_PINNED or not (whole or self.elastic == 1) or not self._rebases(ours, fragment):
             return self.pending(params, anchor, fragment, whole=whole)
 
         def compute() -> Sequence[Array]:
             return self.pending(params, anchor, fragment, whole=whole)
 
-        return Lent(ours, self._touched(anchor, fragment), self._places_of(fragment), counts, compute)
+        return Pinned(ours, self._touched(anchor, fragment), self._places_of(fragment), counts, compute)
 
     def apply(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
         """See Moves. Fragment by fragment, and each by one compiled function, with an own part or without: whatever

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from zmqtrain.core.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
-from zmqtrain.core.interfaces import Agrees, Closes, Describes, Exchange, Keeps, LentSegments, OffersTogether
+from zmqtrain.core.interfaces import Agrees, Closes, Describes, Exchange, Keeps, OffersTogether, PinnedSegments
 from zmqtrain.core.types import Array, ModelSpec, Update, Version, describe_mismatch, number_of
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.contributions import ContributionTracker, Drain, SyncSchedule
@@ -462,7 +462,7 @@ class DelayedSync:
         segments = self._moves.offered(leaves, self._anchor, fragment, whole=dense)
         broker = fragment // self._each
         sequence = self.exchange.offer(fragment, segments, self._tracker.unsent(broker), dense=dense)
-        if sequence is not None and isinstance(segments, LentSegments):
+        if sequence is not None and isinstance(segments, PinnedSegments):
             segments.settle()
         self._tracker.offered(sequence, broker)
         return sequence

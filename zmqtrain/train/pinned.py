@@ -1,6 +1,6 @@
-"""The leaves of an offer, lent to the thread that encodes it: what is pending is then nowhere written down.
+"""The leaves of an offer, pinned until its encoder has read them: what is pending is then nowhere written down.
 
-    the training thread     lends the leaves, and goes on to the next step; it never waits here
+    the training thread     pins the leaves, and goes on to the next step; it never waits here
     a thread of XLA's       has the leaves at hand once they are computed, and waits for a reader: PATIENCE at most
     the encoding thread     reads them, as long as it takes; XLA gives nobody their memory meanwhile
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.core.interfaces import LentSegments
+from zmqtrain.core.interfaces import PinnedSegments
 from zmqtrain.core.types import Array, JoinedSegments, joined_places
 from zmqtrain.train import in_place
 
@@ -30,8 +30,8 @@ Made = TypeVar("Made")
 Vector = NDArray[np.float32]
 
 
-class Lent(LentSegments):
-    """See LentSegments.
+class Pinned(PinnedSegments):
+    """See PinnedSegments.
 
     params, anchor: the leaves that the fragment touches, float32, on one processor.  places: the table of
     `CodedSegments`.  counts: values of each segment.  compute: gives the segments as XLA computes them.
@@ -57,7 +57,7 @@ class Lent(LentSegments):
 
     # ------------------------------------------------------------------ training thread
 
-    def lend(self) -> None:
+    def pin(self) -> None:
         leaves, self._leaves, self._compute = self._leaves, [], None
         try:
             done = in_place.look_at(leaves, self._show)
@@ -120,7 +120,7 @@ class Lent(LentSegments):
         """Wait until there is something to read. Raises RuntimeError, and what the leaves' computation raised."""
         while self._at_hand is None and self._segments is None:
             if self._failure is not None:
-                raise RuntimeError("the parameters of an offer could not be lent") from self._failure
+                raise RuntimeError("the parameters of an offer could not be pinned") from self._failure
             failed = self._done is not None and self._done.is_ready()
             if failed and self._at_hand is None and self._segments is None:
                 self._done.block_until_ready()

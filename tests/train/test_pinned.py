@@ -1,4 +1,4 @@
-"""Leaves that are lent to the thread that encodes an offer: the same bytes, and nobody waits without end."""
+"""Leaves that are pinned for the thread that encodes an offer: the same bytes, and nobody waits without end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.fixed import fixed_run
 from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.codecs import fast
 from zmqtrain.core.errors import NonFiniteDelta
-from zmqtrain.core.interfaces import LentSegments
+from zmqtrain.core.interfaces import PinnedSegments
 from zmqtrain.core.types import LeafSpec, Offer
-from zmqtrain.train import anchor, lent
+from zmqtrain.train import anchor, pinned
 from zmqtrain.train.anchor import DeviceMoves, HostMoves
 
 MODEL = (LeafSpec("a", (40, 1000), "float32"), LeafSpec("b", (5,), "float32"), LeafSpec("c", (150_001,), "float32"))
@@ -32,8 +32,8 @@ CODECS = [
 
 
 @pytest.fixture(autouse=True)
-def lends_small_models(monkeypatch):
-    monkeypatch.setattr(anchor, "LEAST_LENT", 0)
+def pins_small_models(monkeypatch):
+    monkeypatch.setattr(anchor, "LEAST_PINNED", 0)
     fast.use(True)
     yield
     fast.use(None)
@@ -56,28 +56,28 @@ class World:
         return Offer(sequence, fragment, segments, 1, 1)
 
     def encode(self, offer):
-        """Encode as a node does: the offer is given to its thread, and then the leaves are lent."""
+        """Encode as a node does: the offer is given to its thread, and then the leaves are pinned."""
         result = self.codec_thread.submit(self.coder.encode, offer)
-        offer.segments.lend()
+        offer.segments.pin()
         return result
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_bytes_are_those_of_segments_that_are_computed(codec, fragments):
-    lends, computes = World(codec, fragments), World(codec, fragments)
+    pins, computes = World(codec, fragments), World(codec, fragments)
     for sequence in range(2 * fragments):  # the second of a fragment less the first, which is on its way
         fragment = sequence % fragments
-        offer = lends.offer(sequence, fragment)
-        assert isinstance(offer.segments, LentSegments)
-        given = lends.encode(offer).result(60)
+        offer = pins.offer(sequence, fragment)
+        assert isinstance(offer.segments, PinnedSegments)
+        given = pins.encode(offer).result(60)
         segments = computes.moves.pending(computes.params, computes.anchor, fragment)
         assert given.frames == computes.coder.encode(Offer(sequence, fragment, segments, 1, 1)).frames
 
 
 def test_nothing_is_copied_where_the_reader_is_there_and_training_may_go_on(monkeypatch):
-    monkeypatch.setattr(lent.Lent, "_copy", lambda *_: pytest.fail("it was copied"))
-    monkeypatch.setattr(lent, "PATIENCE_SECONDS", 60)
+    monkeypatch.setattr(pinned.Pinned, "_copy", lambda *_: pytest.fail("it was copied"))
+    monkeypatch.setattr(pinned, "PATIENCE_SECONDS", 60)
     world = World()
     expected = world.moves.pending(world.params, world.anchor, 0)
     want = DeltaCoder(MODEL, world.coder.settings).encode(Offer(0, 0, expected, 1, 1)).frames
@@ -88,7 +88,7 @@ def test_nothing_is_copied_where_the_reader_is_there_and_training_may_go_on(monk
 
 
 def test_a_reader_that_is_busy_finds_a_copy_and_training_does_not_wait_for_it(monkeypatch):
-    monkeypatch.setattr(lent, "PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(pinned, "PATIENCE_SECONDS", 0)
     world, may_go = World(fragments=2), threading.Event()
     expected = world.moves.pending(world.params, world.anchor, 1)
     want = DeltaCoder(MODEL, world.coder.settings).encode(Offer(0, 1, expected, 1, 1)).frames
@@ -100,7 +100,7 @@ def test_a_reader_that_is_busy_finds_a_copy_and_training_does_not_wait_for_it(mo
     assert result.result(60).frames == want
 
 
-def test_who_takes_a_segment_has_it_computed_and_whoever_lends_later_changes_nothing():
+def test_who_takes_a_segment_has_it_computed_and_whoever_pins_later_changes_nothing():
     world = World()
     offered = world.moves.offered(world.params, world.anchor, 0)
     want = world.moves.pending(world.params, world.anchor, 0)
@@ -108,15 +108,15 @@ def test_who_takes_a_segment_has_it_computed_and_whoever_lends_later_changes_not
         np.testing.assert_array_equal(got, expected)
     assert len(offered) == len(MODEL)
     offered.settle()
-    assert offered.read(lambda *_: pytest.fail("nothing is lent")) is None
+    assert offered.read(lambda *_: pytest.fail("nothing is pinned")) is None
 
 
-def test_another_thread_may_take_segments_of_leaves_that_are_lent(monkeypatch):
-    monkeypatch.setattr(lent, "PATIENCE_SECONDS", 60)
+def test_another_thread_may_take_segments_of_leaves_that_are_pinned(monkeypatch):
+    monkeypatch.setattr(pinned, "PATIENCE_SECONDS", 60)
     world = World(fragments=2)
     offered = world.moves.offered(world.params, world.anchor, 0)
     taken = world.codec_thread.submit(list, offered)
-    offered.lend()
+    offered.pin()
     for got, expected in zip(taken.result(60), world.moves.pending(world.params, world.anchor, 0), strict=True):
         np.testing.assert_array_equal(got, expected)
 
@@ -129,25 +129,25 @@ def test_what_is_not_finite_is_named_as_ever():
 
 
 def test_leaves_that_were_never_computed_raise_what_their_step_raised(monkeypatch):
-    monkeypatch.setattr(lent, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(pinned, "LOOK_SECONDS", 0.01)
 
     def fail(_):
         raise ValueError("no room")
 
     world = World()
-    world.params, _ = lent.in_place.work_on(world.params, [], fail, donate=True)
+    world.params, _ = pinned.in_place.work_on(world.params, [], fail, donate=True)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
         world.encode(world.offer(0)).result(60)
 
 
-def test_leaves_that_cannot_be_lent_end_the_wait_of_the_reader():
+def test_leaves_that_cannot_be_pinned_end_the_wait_of_the_reader():
     world = World()
     offer = world.offer(0)
     result = world.codec_thread.submit(world.coder.encode, offer)
     world.params[0].delete()
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
-        offer.segments.lend()
-    with pytest.raises(RuntimeError, match="could not be lent"):
+        offer.segments.pin()
+    with pytest.raises(RuntimeError, match="could not be pinned"):
         result.result(60)
 
 
@@ -162,4 +162,4 @@ def test_other_moves_offer_what_is_pending(why, moves):
     world = World()
     world.moves = moves or HostMoves(world.coder.layout, MODEL, world.params, True, 1.0)
     world.anchor = world.moves.place(world.params)
-    assert not isinstance(world.moves.offered(world.params, world.anchor, 0), LentSegments), why
+    assert not isinstance(world.moves.offered(world.params, world.anchor, 0), PinnedSegments), why
