@@ -36,7 +36,7 @@ from zmqtrain.averaging.held_rounds import SlabThreads
 from zmqtrain.averaging.snapshot import decode_optimizer_state, split_snapshot
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import Codec, codec_from_spec, coding_from_spec
-from zmqtrain.codecs.codec import State, address_of, fill_states, pack_states
+from zmqtrain.codecs.codec import State, fill_states, pack_states
 from zmqtrain.codecs.fragment import Layout, PartLayout, layout_of
 from zmqtrain.codecs.payload import (
     Each,
@@ -45,8 +45,8 @@ from zmqtrain.codecs.payload import (
     check_payload,
     decode_payload,
     decode_segments,
-    encode_ahead,
     encode_payload,
+    encode_pinned,
     initial_states,
     payload_size,
     plan_payload,
@@ -277,15 +277,12 @@ class EncodedSegments(CodedSegments):
     def rebases_with(self, own: Sequence[Array] | None) -> bool:
         return own is None or (isinstance(own, EncodedSegments) and own.codecs == self.codecs)
 
-    def rebase(
-        self, own: CodedSegments | None, places: Array, params: Sequence[Array], anchor: Sequence[Array]
-    ) -> None:
+    def rebase(self, own: CodedSegments | None, places: Array, params: Array, anchor: Array) -> None:
         assert own is None or isinstance(own, EncodedSegments), "both are of one coder"
         mine = None if own is None else own._reader
-        ours, behind = (np.array([address_of(leaf) for leaf in leaves], np.int64) for leaves in (params, anchor))
 
         def rebase_run(run: Run) -> None:
-            self._reader.rebase_run(run, mine, places, ours, behind)
+            self._reader.rebase_run(run, mine, places, params, anchor)
 
         self._each(rebase_run, list(self._reader.runs()), sum(self._counts))
 
@@ -429,8 +426,8 @@ class DeltaCoder:
         less, alike = [u.frames for u in in_flight], all(u.codec == codec for u in in_flight)
         if isinstance(offer.segments, PinnedSegments) and alike and fast.kernels(sum(counts)) is not None:
 
-            def encode(*leaves: Any) -> tuple[Buffer, ...]:
-                return encode_ahead(codecs, counts, leaves, states, less, self._threads.each)
+            def encode(*pinned: Any) -> tuple[Buffer, ...]:
+                return encode_pinned(codecs, counts, pinned, states, less, self._threads.each)
 
             if (frames := offer.segments.read(encode)) is not None:
                 return frames

@@ -280,22 +280,20 @@ def encode_payload(
     return encoder.finish()
 
 
-def encode_ahead(
+def encode_pinned(
     codecs: Sequence[Codec],
     counts: Sequence[int],
-    leaves: tuple[Numbers, Sequence[Vector], Sequence[Vector]],
+    pinned: Pinned,
     states: list[State] | None = None,
     less: Sequence[Sequence[Buffer]] = (),
     each: Each = one_by_one,
 ) -> tuple[bytearray, ...]:
     """As `encode_payload`, of the segments of `PinnedSegments`, which are computed run by run, within a core's cache.
 
-    leaves: places, parameters and anchor, as `PinnedSegments.read` gives them. Only where there is machine code.
+    pinned: places, parameters and anchor, as `PinnedSegments.read` gives them. Only where there is machine code.
     """
     encoder, sent = SlabEncoder(codecs, counts, states), Sent(codecs, counts, less)
-    places, params, anchor = leaves
-    ours, behind = (np.array([address_of(leaf) for leaf in those], np.int64) for those in (params, anchor))
-    each(lambda run: encoder.encode_pinned(run, (places, ours, behind), sent), encoder.plan.runs, sum(counts))
+    each(lambda run: encoder.encode_pinned(run, pinned, sent), encoder.plan.runs, sum(counts))
     return encoder.finish()
 
 

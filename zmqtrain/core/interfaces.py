@@ -68,15 +68,13 @@ class CodedSegments(Sequence[Array]):
         """Return whether `rebase` can take this own part."""
 
     @abstractmethod
-    def rebase(
-        self, own: CodedSegments | None, places: Array, params: Sequence[Array], anchor: Sequence[Array]
-    ) -> None:
+    def rebase(self, own: CodedSegments | None, places: Array, params: Array, anchor: Array) -> None:
         """Add these values to the anchor, and to the parameters these less `own`; nothing as large as they is made.
 
         own: of the same fragment; None is nothing.  places: int64[n, 4], of each piece of a leaf:
         where its values begin among those of all segments, how many they are, the number of the leaf, and where in
-        the leaf they begin; rising, without a gap.  params, anchor: the leaves, flat, contiguous float32, written in
-        place: the sums are rounded as `params + (these - own)` and `anchor + these` are.
+        the leaf they begin; rising, without a gap.  params, anchor: int64[leaves], where the values of each leaf begin
+        in memory: float32, written in place. The sums are rounded as `params + (these - own)` and `anchor + these` are.
         """
 
     def __getitem__(self, index: Any) -> Any:
@@ -100,11 +98,11 @@ class PinnedSegments(Sequence[Array]):
         """Have the segments computed, unless the leaves are pinned (training thread)."""
 
     @abstractmethod
-    def read(self, work: Callable[[Array, Sequence[Array], Sequence[Array]], Made]) -> Made | None:
+    def read(self, work: Callable[[Array, Array, Array], Made]) -> Made | None:
         """Return what `work` makes of the leaves; None where they were not pinned, or cannot wait any longer.
 
-        work: is called with the table `places` of `CodedSegments`, and the leaves of the parameters and of the anchor,
-        flat float32; nothing may be written there. What it raises is raised.
+        work: is called with the table `places` of `CodedSegments`, and where the values of the parameters' leaves and
+        of the anchor's begin in memory, int64[leaves] each; nothing may be written there. What it raises is raised.
         """
 
 

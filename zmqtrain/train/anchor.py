@@ -230,8 +230,8 @@ class DeviceMoves:
         assert own is None or isinstance(own, CodedSegments), "or it could not be taken"
         places, leaves = self._places_of(fragment), len(ours)
 
-        def rebase(arrays: Sequence[Vector]) -> None:
-            shared.rebase(own, places, arrays[:leaves], arrays[leaves:])
+        def rebase(addresses: Numbers) -> None:
+            shared.rebase(own, places, addresses[:leaves], addresses[leaves:])
 
         return in_place.work_on(ours, behind, rebase, donate=self.donate)
 

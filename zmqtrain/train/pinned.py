@@ -27,7 +27,7 @@ LOOK_SECONDS = 0.1
 """How often a reader looks whether XLA has given up: the step that made the leaves may have failed."""
 
 Made = TypeVar("Made")
-Vector = NDArray[np.float32]
+Addresses = NDArray[np.int64]
 
 
 class Pinned(PinnedSegments):
@@ -49,7 +49,7 @@ class Pinned(PinnedSegments):
         self._compute: Callable[[], Sequence[Array]] | None = compute
         self._owner = threading.get_ident()
         self._changed = threading.Condition()
-        self._at_hand: list[Vector] | None = None
+        self._at_hand: Addresses | None = None
         self._has_reader = self._is_declined = False
         self._segments: Sequence[Array] | None = None
         self._done: Any = None
@@ -79,39 +79,40 @@ class Pinned(PinnedSegments):
 
     # ------------------------------------------------------------------ thread of XLA's
 
-    def _show(self, leaves: list[Vector]) -> None:
+    def _show(self, addresses: Addresses) -> None:
         with self._changed:
-            self._at_hand = leaves
+            self._at_hand = addresses
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._has_reader or self._is_declined, PATIENCE_SECONDS)
             if not self._has_reader:
-                self._copy(leaves)
+                self._copy(addresses)
             self._changed.wait_for(lambda: self._at_hand is None)
 
-    def _copy(self, leaves: Sequence[Vector]) -> None:
+    def _copy(self, addresses: Addresses) -> None:
         copied = JoinedSegments(np.empty(joined_places(self._counts)[1], np.float32), self._counts)
         ends = np.cumsum(self._counts)
         for at, count, leaf, start in self._places.tolist():
             inside = at - (ends[leaf] - self._counts[leaf])
-            ours, behind = (leaves[n][start : start + count] for n in (leaf, self._number + leaf))
+            each = (int(addresses[number]) + 4 * start for number in (leaf, self._number + leaf))
+            ours, behind = (in_place.values_at(address, count) for address in each)
             np.subtract(ours, behind, out=copied[leaf][inside : inside + count])
         self._segments, self._at_hand = copied, None
         self._changed.notify_all()
 
     # ------------------------------------------------------------------ encoding thread
 
-    def read(self, work: Callable[[Array, Sequence[Array], Sequence[Array]], Made]) -> Made | None:
+    def read(self, work: Callable[[Array, Array, Array], Made]) -> Made | None:
         with self._changed:
             self._wait()
             if self._at_hand is None:
                 return None
-            leaves, self._has_reader = self._at_hand, True
+            addresses, self._has_reader = self._at_hand, True
             self._changed.notify_all()
         try:
-            return work(self._places, leaves[: self._number], leaves[self._number :])
+            return work(self._places, addresses[: self._number], addresses[self._number :])
         except BaseException:
             with self._changed:
-                self._copy(leaves)  # for whoever says what is wrong with them
+                self._copy(addresses)  # for whoever says what is wrong with them
             raise
         finally:
             self._change(at_hand=None)
