@@ -215,7 +215,7 @@ class World:
         record = (released, reduce.landed, reduce.samples)
         self.journal.append(record)
         if self.folder is not None:
-            self.folder.release(record)
+            self.folder.release(record, {})
         flat = [frame for frames in released.frames for frame in frames]
         for peer in sorted(self.following):
             self.push(

@@ -17,6 +17,7 @@ def crc32(request, monkeypatch):
     if request.param == "zlib":
         monkeypatch.setitem(sys.modules, "zlib_ng.zlib_ng", None)
     counted = importlib.reload(checksum).crc32
+    assert counted.__module__ == {"zlib-ng": "zlib_ng.zlib_ng", "zlib": "zlib"}[request.param]
     yield counted
     monkeypatch.undo()
     importlib.reload(checksum)

@@ -16,7 +16,7 @@ from zmqtrain.train import in_place
 
 def add_two(addresses):
     """To all of `made`'s, or to one large leaf's."""
-    counts = {4: [6, 1, 4, 0]}.get(len(addresses), [1 << 16] * len(addresses))
+    counts = {4: [4, 0, 6, 1]}.get(len(addresses), [1 << 16] * len(addresses))
     for address, count in zip(addresses.tolist(), counts, strict=True):
         values = in_place.values_at(address, count)
         values += 2
@@ -42,8 +42,11 @@ def test_with_donate_the_memory_is_that_of_the_leaves_and_else_they_stay():
     new, newer = in_place.work_on(leaves, spent, add_two, donate=True)
     assert [leaf.unsafe_buffer_pointer() for leaf in (new[0], newer[0])] == was
     assert leaves[0].is_deleted()
-    kept, spent = made()
-    in_place.work_on(kept, spent, add_two, donate=False)
+    same = jnp.ones((2, 3))  # of the leaves' form, which must not have its memory
+    pointer = same.unsafe_buffer_pointer()
+    kept, spent = [jnp.arange(6.0).reshape(2, 3)], [same]
+    _, newer = in_place.work_on(kept, spent, lambda addresses: None, donate=False)
+    assert newer[0].unsafe_buffer_pointer() == pointer
     np.testing.assert_array_equal(kept[0], np.arange(6.0).reshape(2, 3))
     assert spent[0].is_deleted()
 
@@ -76,11 +79,33 @@ def test_the_caller_goes_on_while_it_is_done():
 
 
 def test_it_waits_for_those_who_read_the_leaves():
-    """The copy that `jnp.sum` reads is the one before the work, though both are under way together."""
-    leaf = jnp.ones(1 << 16)
-    total = jnp.sum(leaf * leaf)
-    in_place.work_on([leaf], [], add_two, donate=True)
-    assert float(total) == 1 << 16
+    leaf, may_read, seen = jnp.ones(1 << 16), threading.Event(), []
+
+    def read(addresses):
+        assert may_read.wait(60)
+        seen.append(float(in_place.values_at(int(addresses[0]), 1)[0]))
+
+    in_place.look_at([leaf], read)
+    changed, _ = in_place.work_on([leaf], [], add_two, donate=True)
+    assert not changed[0].is_ready()
+    may_read.set()
+    assert (float(changed[0][0]), seen) == (3, [1])
+
+
+def test_denormals_are_what_they_are_anywhere_else():
+    tiny = np.array([1.5e-38, -1.4e-38], np.float32)
+    seen = []
+    done = in_place.look_at([jnp.zeros(1)], lambda addresses: seen.append(float(tiny.sum())))
+    done.block_until_ready()
+    assert seen == [float(tiny.sum())] != [0.0]
+
+
+def test_strict_promotion_wider_numbers_and_a_guard_of_transfers_are_no_obstacle():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        leaves = [jnp.zeros(1 << 16, jnp.float32)]
+        with jax.transfer_guard("disallow"):
+            leaves, _ = in_place.work_on(leaves, [], add_two, donate=True)
+        assert float(leaves[0][0]) == 2
 
 
 def test_an_error_is_that_of_the_arrays(caplog):

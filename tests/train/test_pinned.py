@@ -140,15 +140,47 @@ def test_leaves_that_were_never_computed_raise_what_their_step_raised(monkeypatc
         world.encode(world.offer(0)).result(60)
 
 
-def test_leaves_that_cannot_be_pinned_end_the_wait_of_the_reader():
+def test_what_was_read_is_not_there_a_second_time(monkeypatch):
+    monkeypatch.setattr(pinned, "LOOK_SECONDS", 0.01)
     world = World()
     offer = world.offer(0)
-    result = world.codec_thread.submit(world.coder.encode, offer)
-    world.params[0].delete()
-    with pytest.raises((RuntimeError, ValueError), match="deleted"):
-        offer.segments.pin()
-    with pytest.raises(RuntimeError, match="could not be pinned"):
+    world.encode(offer).result(60)
+    with pytest.raises(RuntimeError, match="read once"):
+        world.codec_thread.submit(lambda: offer.segments[0]).result(60)
+
+
+def test_a_loop_that_encodes_what_it_offers_in_its_own_thread_has_it_computed():
+    """As a replay does."""
+    world = World()
+    expected = world.moves.pending(world.params, world.anchor, 0)
+    want = DeltaCoder(MODEL, world.coder.settings).encode(Offer(0, 0, expected, 1, 1)).frames
+    assert world.coder.encode(world.offer(0)).frames == want
+
+
+def test_a_copy_that_fails_is_no_reason_to_read_memory_that_is_xlas_again(monkeypatch):
+    monkeypatch.setattr(pinned, "PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(pinned, "LOOK_SECONDS", 0.01)
+    world, may_go = World(), threading.Event()
+
+    def no_room(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(pinned.Pinned, "_copy", no_room)
+    world.codec_thread.submit(may_go.wait, 60)
+    result = world.encode(world.offer(0))
+    trained = [jax.jit(lambda leaf: leaf * 0, donate_argnums=0)(leaf) for leaf in world.params]
+    jax.block_until_ready(trained)
+    may_go.set()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
         result.result(60)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_leaves_that_a_step_has_made_another_dtype_are_not_pinned(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        world = World()
+        world.params[0] = world.params[0].astype(dtype)
+        assert not isinstance(world.moves.offered(world.params, world.anchor, 0), PinnedSegments)
 
 
 @pytest.mark.parametrize(

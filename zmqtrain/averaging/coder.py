@@ -13,13 +13,14 @@ Rule 5: `Vectors` reuses the memory of what is decoded whole, because the kernel
 costs a codec as much as its own work, and because JAX on a CPU takes an array without a copy if it begins at a multiple
 of 64 bytes. Memory is reused only when nothing refers to it: each time it is handed out as an array of its own, which
 every view of it holds, and so does a JAX array until the last computation that reads it is done; a weak reference says
-whether that array is gone. (Reference counts do not: where references are borrowed they are too low.) One thread takes;
-any thread may let go. What was lent last is lent first, and what was not needed for a while is freed.
+whether that array is gone. (Reference counts do not: where references are borrowed they are too low.) Any thread may
+take, and let go. What was lent last is lent first, and what was not needed for a while is freed.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.averaging.gate import DeltaGate
-from zmqtrain.averaging.held_rounds import SlabThreads
+from zmqtrain.averaging.held_rounds import MOST_THREADS, SlabThreads, own_cores
 from zmqtrain.averaging.snapshot import decode_optimizer_state, split_snapshot
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import Codec, codec_from_spec, coding_from_spec
@@ -47,6 +48,7 @@ from zmqtrain.codecs.payload import (
     decode_segments,
     encode_payload,
     encode_pinned,
+    encodes_in_a_pass,
     initial_states,
     payload_size,
     plan_payload,
@@ -105,6 +107,7 @@ class Vectors:
 
     def __init__(self, most: int = 4) -> None:
         self._most, self._takes = most, 0
+        self._lock = threading.Lock()
         self._kept: list[_Kept] = []  # what was lent last is last
 
     def take(self, count: int) -> NDArray[np.float32]:
@@ -112,6 +115,10 @@ class Vectors:
         needed = count + _ALIGNMENT_VALUES
         if 4 * count < SMALLEST_KEPT_BYTES:
             return _aligned(np.empty(needed, np.float32), count)
+        with self._lock:
+            return _aligned(self._lend(needed), count)
+
+    def _lend(self, needed: int) -> NDArray[np.float32]:
         self._takes += 1
         latest = None
         for kept in reversed(self._kept):
@@ -125,7 +132,7 @@ class Vectors:
             latest = _Kept(np.empty(needed + needed // 16, np.float32))
         self._kept.append(latest)
         del self._kept[: -self._most]
-        return _aligned(latest.lend(self._takes), count)
+        return latest.lend(self._takes)
 
     def take_segments(self, counts: Sequence[int]) -> JoinedSegments:
         """Return float32[count] for each count, as `take` does: all of one memory, each at a multiple of 64 bytes."""
@@ -269,6 +276,10 @@ class EncodedSegments(CodedSegments):
     def __len__(self) -> int:
         return len(self._counts)
 
+    @property
+    def held_bytes(self) -> int:
+        return self._reader.bytes
+
     def decoded(self) -> JoinedSegments:
         if self._segments is None:
             self._segments = self._decode()
@@ -292,7 +303,7 @@ class DeltaCoder:
 
     device: the coder of the device that holds the parameters; None: this processor. It is set before the first offer,
     and stays: so do the states of the codecs.  shard: which of several brokers' parts of the model is exchanged here.
-    threads: that encode and decode; None: this one, and one for each idle core.
+    threads: that encode and decode; None: this one, and one for each idle core, or for each core while training waits.
     """
 
     def __init__(
@@ -310,7 +321,7 @@ class DeltaCoder:
         self.broadcast_coding = coding_from_spec(settings.at_first.broadcast_codec)
         self.device = device
         self.stays_encoded = False
-        """Whether who applies an aggregate decodes it, where that pays: parameters that are not float32 do not."""
+        """Whether who applies an aggregate can decode it onto the model: set by what is offered."""
         self.unacked: dict[int, Encoded] = {}
         self.restarts = 0
         """How often all that was pending has been dropped."""
@@ -318,6 +329,7 @@ class DeltaCoder:
         self._kept_states: dict[int, list[NDArray[Any]]] = {}
         self._kept_on_device = False
         self._vectors, self._threads = Vectors(), threads or SlabThreads()
+        self._waited = threads or SlabThreads(min(MOST_THREADS, own_cores()))  # of work for which training waits
         self._gate = DeltaGate(settings)
 
     def kept(self, sequences: Sequence[int]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -424,10 +436,10 @@ class DeltaCoder:
         if device is not None:
             return device.encode(codecs, offer.segments, [(self._codecs(u), u.frames) for u in in_flight], states)
         less, alike = [u.frames for u in in_flight], all(u.codec == codec for u in in_flight)
-        if isinstance(offer.segments, PinnedSegments) and alike and fast.kernels(sum(counts)) is not None:
+        if isinstance(offer.segments, PinnedSegments) and alike and encodes_in_a_pass(codecs, counts):
 
             def encode(*pinned: Any) -> tuple[Buffer, ...]:
-                return encode_pinned(codecs, counts, pinned, states, less, self._threads.each)
+                return encode_pinned(codecs, counts, pinned, states, less, self._waited.each)
 
             if (frames := offer.segments.read(encode)) is not None:
                 return frames
@@ -471,7 +483,15 @@ class DeltaCoder:
         for fragment, count in zip(aggregate.fragments, aggregate.frames, strict=True):
             parts[fragment] = self._decode(aggregate.codec, fragment, frames[first : first + count])
             first += count
-        return Update(aggregate.version, parts, self._own(landed), tuple(landed))
+        own = dict(self._own(landed))
+        for fragment in {*parts, *own}:
+            shared, mine = parts.get(fragment), own.get(fragment)
+            if isinstance(shared, CodedSegments) and shared.rebases_with(mine):
+                continue
+            for segments in (parts, own):  # here, not in the thread that applies them
+                if isinstance(coded := segments.get(fragment), CodedSegments):
+                    segments[fragment] = coded.decoded()
+        return Update(aggregate.version, parts, own, tuple(landed))
 
     def decode_snapshot(
         self, snapshot: Snapshot, landed: Sequence[int], frames: Sequence[Buffer], reset: bool, keep: bool = False
@@ -511,7 +531,7 @@ class DeltaCoder:
         def decode() -> JoinedSegments:
             return self._decode_here(codecs, frames, counts)
 
-        return EncodedSegments(codecs, frames, tuple(counts), decode, self._threads.each)
+        return EncodedSegments(codecs, frames, tuple(counts), decode, self._waited.each)
 
     def _sum(self, encoded: Sequence[Encoded]) -> JoinedSegments:
         total = self._vectors.take_segments(self.layout.counts(encoded[0].fragment))

@@ -49,15 +49,19 @@ LEAST_VALUES = 1 << 20
 """A fragment of fewer values is worked on by one thread: it takes a millisecond or two."""
 
 
+def own_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def idle_cores() -> int:
     """Return how many of the cores that this process may use were idle in the last minute, as the machine's load says;
     all of them where it does not say."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         busy = os.getloadavg()[0]
     except (AttributeError, OSError):  # a system that has no such figure, or does not give it
         busy = 0.0
-    return max(0, round(cores - busy))
+    return max(0, round(own_cores() - busy))
 
 
 @lru_cache(maxsize=1)

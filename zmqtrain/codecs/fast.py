@@ -94,7 +94,6 @@ class Kernels(NamedTuple):
       rest = parameters - published.
     energy(frame, table, block, column of the first scales, column of how many values have some): of all slabs of a run,
       as `energy_of_scales` of codec.py.
-    ahead(places, row, params, anchor, begin, out): of `PinnedSegments`: params - anchor, of the values from `begin` on.
     rebase(shared, own, begin, places int64[m, 4], params int64[leaves], anchor int64[leaves]): as `CodedSegments`, for
       the values from `begin` on that `shared` holds; own: as many, or none.  params, anchor: the leaves' addresses.
     """
@@ -108,7 +107,6 @@ class Kernels(NamedTuple):
     scatter: Callable[..., None]
     step: Callable[..., None]
     energy: Callable[..., float]
-    ahead: Callable[..., int]
     rebase: Callable[..., int]
 
 
@@ -192,12 +190,6 @@ def topk_signs_loops() -> TopkSignsLoops | None:
     """Return the loops of `topk` and `sign`, where `kernels` has some; compiled when they are first asked for. None:
     they cannot be."""
     return _compiled(_compile_topk_signs)
-
-
-def ahead(places: Any, params: Any, anchor: Any, begin: int, out: Any) -> None:
-    """As `ahead` of `Kernels`, where there are some."""
-    assert _loaded is not None, "used only where there are some"
-    _loaded.ahead(places, 0, params, anchor, begin, out)
 
 
 def rebase(shared: Any, own: Any, begin: int, places: Any, params: Any, anchor: Any) -> None:
@@ -376,7 +368,6 @@ def _compile(numba: Any) -> Kernels:
         of.jit(of.void(of.places, of.x, of.floats, of.flag), _scatter),
         _step,
         of.jit(of.real(of.frame, of.table, whole, whole, whole), _energy),
-        _ahead,
         _rebase,
     )
 
@@ -1044,7 +1035,8 @@ def _row_of(places: Any, row: int, value: int) -> int:
 
 
 def _ahead(places: Any, row: int, params: Any, anchor: Any, begin: int, out: Any) -> int:
-    """See `Kernels`. row: of the table, at or before the first value; returns that of the last."""
+    """Write params - anchor of pinned leaves, of the values from `begin` on. row: of `places`, at or before the first
+    of them; returns that of the last."""
     done = 0
     while done < out.size:
         row = _row_of(places, row, begin + done)

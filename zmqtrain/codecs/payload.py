@@ -280,6 +280,12 @@ def encode_payload(
     return encoder.finish()
 
 
+def encodes_in_a_pass(codecs: Sequence[Codec], counts: Sequence[int]) -> bool:
+    """Return whether all runs of such a payload are encoded by machine code, each in one call: then it is quick."""
+    plan = plan_payload(tuple(codecs), tuple(counts))
+    return all((loops := plan.loops(run)) and loops.encode for run in plan.runs)
+
+
 def encode_pinned(
     codecs: Sequence[Codec],
     counts: Sequence[int],
@@ -290,27 +296,11 @@ def encode_pinned(
 ) -> tuple[bytearray, ...]:
     """As `encode_payload`, of the segments of `PinnedSegments`, which are computed run by run, within a core's cache.
 
-    pinned: places, parameters and anchor, as `PinnedSegments.read` gives them. Only where there is machine code.
+    pinned: places, parameters and anchor, as `PinnedSegments.read` gives them. Only where `encodes_in_a_pass`.
     """
     encoder, sent = SlabEncoder(codecs, counts, states), Sent(codecs, counts, less)
     each(lambda run: encoder.encode_pinned(run, pinned, sent), encoder.plan.runs, sum(counts))
     return encoder.finish()
-
-
-class _RunMemory(threading.local):
-    """Memory of this thread for the values of a run."""
-
-    def __init__(self) -> None:
-        self._values = np.empty(0, np.float32)
-
-    def take(self, count: int) -> Vector:
-        """Return float32[count] of undefined content, valid until the next call."""
-        if self._values.size < count:
-            self._values = np.empty(max(count, RUN_VALUES), np.float32)
-        return self._values[:count]
-
-
-_run_memory = _RunMemory()
 
 
 class SlabEncoder:
@@ -358,13 +348,9 @@ class SlabEncoder:
     def encode_pinned(self, run: Run, pinned: Pinned, sent: Sent) -> None:
         """Encode the slabs of a run of pinned leaves, as `encode` of RunLoops has them; raises as `encode_run` does."""
         loops = self.plan.loops(run)
-        if loops is not None and loops.encode is not None:
-            row = loops.encode(run.starts, run.table, self._bytes[run.frame], sent.frames(run.frame), pinned)
-            self._encoded(run, row)
-            return
-        first, ahead = self.plan.slabs[run.slabs.start].start, _run_memory.take(run.values)
-        fast.ahead(*pinned, first, ahead)
-        self.encode_run(run, PayloadMemory.flat(ahead, first), sent)
+        assert loops is not None and loops.encode is not None, "`encodes_in_a_pass` has said so"
+        row = loops.encode(run.starts, run.table, self._bytes[run.frame], sent.frames(run.frame), pinned)
+        self._encoded(run, row)
 
     def _encoded(self, run: Run, spoiled: int) -> None:
         """Take it that machine code has encoded a run of a codec that keeps no state. spoiled: as it has returned."""
@@ -420,6 +406,7 @@ class SlabReader:
         self._views = {held.slabs.start: view for view, held in opened}
         self.held = [held.slabs for _, held in opened]
         """The slabs of each frame that is here, in order."""
+        self.bytes = sum(view.nbytes for view, _ in opened)
 
     def runs(self) -> Iterator[Run]:
         """Give the runs of all slabs that are here."""

@@ -59,6 +59,11 @@ class Layout(Protocol):
 class CodedSegments(Sequence[Array]):
     """The segments of one fragment, still encoded. Who takes a segment has all of them decoded, once."""
 
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """How many bytes of memory they take as they are."""
+
     @abstractmethod
     def decoded(self) -> Sequence[Array]:
         """Return the segments."""

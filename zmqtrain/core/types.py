@@ -303,7 +303,8 @@ class Update:
 
 @dataclass(frozen=True)
 class ExchangeStatistics:
-    """Running figures of an exchange. encode_seconds, decode_seconds: CPU time, not of the training thread.
+    """Running figures of an exchange. encode_seconds, decode_seconds: CPU time, not of the training thread; decoding
+    onto the model counts as training.
 
     link_rate: of this machine's port, in bytes of payload per second, one way, as told or measured; 0: not known.
     run_samples: of all nodes, those that the deltas in the shared parameters stand for, as the hub last said.

@@ -191,8 +191,9 @@ def _is_aggregate(deliver: Deliver | None) -> bool:
 def _decoded_bytes(update: Update) -> int:
     anchor = [part.values for part in update.anchor or ()]
     parts = (*update.aggregate.values(), *update.own.values(), anchor, update.optimizer_state or ())
+    coded = sum(arrays.held_bytes for arrays in parts if isinstance(arrays, CodedSegments))
     decoded = [arrays for arrays in parts if not isinstance(arrays, CodedSegments)]
-    return sum(4 * math.prod(array.shape) for arrays in decoded for array in arrays)
+    return int(coded + sum(4 * math.prod(array.shape) for arrays in decoded for array in arrays))
 
 
 class CodecNode(Protocol):
@@ -271,7 +272,7 @@ class NodeCodec:
             text = "%s cannot compress on its device: its parameters lie on several; it is done on the processor"
             logger.warning(text, self._node.name)
             coder.device = None
-        coder.stays_encoded = on_processor(segments)
+        coder.stays_encoded = isinstance(segments, PinnedSegments)
 
     # ------------------------------------------------------------------ out (codec thread)
 
@@ -406,22 +407,14 @@ def codec_failure(name: str, error: BaseException) -> ZmqTrainError:
 
 def on_accelerator(segments: Sequence[Array]) -> bool:
     """Return whether these are jax arrays, all on one device that is not a processor."""
-    return _platform_of(segments) not in ("", "cpu")
-
-
-def on_processor(segments: Sequence[Array]) -> bool:
-    """Return whether these are jax arrays, all on one device that is a processor."""
-    return _platform_of(segments) == "cpu"
-
-
-def _platform_of(segments: Sequence[Array]) -> str:
-    """Return what kind of device these jax arrays are on, "" if there are several devices or other arrays."""
     if isinstance(segments, PinnedSegments):
-        return "cpu"
+        return False
     devices = _devices_of(segments)
     everything = all(hasattr(segment, "devices") for segment in segments)
-    return str(devices.pop().platform) if everything and len(devices) == 1 else ""
+    return everything and len(devices) == 1 and devices.pop().platform != "cpu"
 
 
 def _devices_of(segments: Sequence[Array]) -> set[Any]:
+    if isinstance(segments, PinnedSegments):
+        return set()
     return {device for segment in segments if hasattr(segment, "devices") for device in segment.devices()}

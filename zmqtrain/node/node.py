@@ -580,11 +580,14 @@ class Node(NullListener):
             return None
         self.offers.skip_to(self.peer.heard + 1)  # a former process of this node may have used those before
         offer = replace(self.offers.draft(fragment, segments, counts, dense=dense), turn=self.turn)
+        if isinstance(segments, PinnedSegments):
+            if self._virtual:  # there a thread must not wait for another that is real
+                segments.settle()
+            else:
+                segments.pin()
         base, taken = self.offers.version, [offer]  # popped: the segments need not stay until the next job
         if not self.in_codec(lambda: self.codec.encode(taken.pop(), base), self._values[fragment]):
             return None
-        if isinstance(segments, PinnedSegments) and not self._virtual:
-            segments.pin()
         self.check()
         self.offers.made(offer, self.layout.fragments)
         if self._events is not None:

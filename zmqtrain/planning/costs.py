@@ -274,8 +274,9 @@ DISPATCH_SECONDS = 0.005
 
 REBASE_NS = 2.0
 """What training loses besides per parameter of the fragment, where a processor subtracts and rebases: CPU time of all
-its threads. `bench/costs.py` prints this line, too: of an aggregate that was decoded first. One that is decoded onto
-the model (`EncodedSegments`) takes about a third less in all: `bench/passes.py`. A plan is that much too careful."""
+its threads. `bench/costs.py` prints this line, too: of segments that are computed and decoded first. What is encoded
+and decoded in one pass with it (`bench/passes.py`) takes as much or less, with the decoding: there a plan that goes by
+the tables alone counts decoding twice."""
 
 CARD_NS = 0.3
 """What a codec takes of a card's own time, per parameter: not measured, but counted: some 60 bytes of its memory are

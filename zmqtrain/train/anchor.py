@@ -126,7 +126,7 @@ def _replaced(leaves: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
 LARGEST_LOOPED = 2**31
 """A leaf with more values than an index of 32 bits can count is gathered and scattered everywhere."""
 
-LEAST_PINNED = 1 << 20
+LEAST_PINNED = 1 << 18
 """Fewer values of a fragment are not pinned: what is pending is computed."""
 
 FEWEST_LOOPED = 3
@@ -221,17 +221,17 @@ class DeviceMoves:
 
     def _rebases(self, ours: Leaves, fragment: int) -> bool:
         """Return whether what is encoded can be decoded onto these leaves."""
-        dtypes = {self._dtypes[i] for i in self.layout.leaves(fragment)}
-        return dtypes == {jnp.dtype(jnp.float32)} and _on_processor(ours) and in_place.is_possible()
+        plain = all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in ours)
+        return bool(ours) and plain and _on_processor(ours) and in_place.is_possible()
 
     def _rebase(
         self, ours: Leaves, behind: Leaves, shared: CodedSegments, own: Sequence[Array] | None, fragment: int
     ) -> tuple[Leaves, Leaves]:
         assert own is None or isinstance(own, CodedSegments), "or it could not be taken"
-        places, leaves = self._places_of(fragment), len(ours)
+        places, leaves = self._places_of(fragment), len(behind)
 
         def rebase(addresses: Numbers) -> None:
-            shared.rebase(own, places, addresses[:leaves], addresses[leaves:])
+            shared.rebase(own, places, addresses[leaves:], addresses[:leaves])
 
         return in_place.work_on(ours, behind, rebase, donate=self.donate)
 

@@ -19,7 +19,7 @@ import contextlib
 import ctypes
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
@@ -39,6 +39,12 @@ Work = Callable[[Addresses], object]
 _TARGET = "zmqtrain_work_on"
 _DEAR = 8192
 """A program of fewer operations than a thousand or so runs in the caller's thread: so many are added."""
+
+_ENVIRONMENT_BYTES = 64
+"""No fenv_t is larger: it has 32 bytes on x86, 8 on ARM."""
+_C: Any = None  # of the floating-point environment: where it is not known, XLA's stays
+with contextlib.suppress(OSError):
+    _C = ctypes.PyDLL("libm.so.6")
 
 # XLA_FFI_ExecutionStage, XLA_FFI_Extension_Type, XLA_FFI_Error_Code
 _EXECUTE, _METADATA, _INTERNAL = 3, 1, 13
@@ -133,7 +139,8 @@ class _Jobs:
             number = next(self._numbers) % 2**31
             self._waiting[number] = work
         try:
-            arrays, done = call(np.array(number, np.int32))
+            with jax.transfer_guard_host_to_device("allow"):  # of the number
+                arrays, done = call(np.array(number, np.int32))
         except BaseException:
             self._waiting.pop(number, None)
             raise
@@ -170,13 +177,13 @@ _jobs = _Jobs()
 
 def work_on(leaves: Leaves, spent: Leaves, work: Work, *, donate: bool) -> tuple[Leaves, Leaves]:
     """Return arrays of the shapes, dtypes and values of both, changed by `work`, which is called soon after with the
-    addresses of all of them, one after the other.
+    addresses of all of them, those of `spent` first.
 
     leaves, spent: float32, on one processor. What is returned for `spent` has its memory, and with `donate` that for
     `leaves` has theirs; else it is a copy.
     """
-    made = _jobs.hand_over(work, partial(_program(donate), leaves, spent))
-    return made[: len(leaves)], made[len(leaves) :]
+    made = _jobs.hand_over(work, partial(_program(donate), spent, leaves))
+    return made[len(spent) :], made[: len(spent)]
 
 
 def look_at(leaves: Leaves, look: Work) -> jax.Array:
@@ -196,7 +203,7 @@ def look_at(leaves: Leaves, look: Work) -> jax.Array:
 def compile_for(leaves: Leaves, spent: Leaves, *, donate: bool) -> None:
     """Compile what `work_on` and `look_at` need for arrays like these. Nothing is done."""
     number = np.array(0, np.int32)
-    _program(donate).lower(leaves, spent, number).compile()
+    _program(donate).lower(spent, leaves, number).compile()
     _looking.lower([*leaves, *spent], number).compile()
 
 
@@ -215,13 +222,14 @@ def is_possible() -> bool:
 
 @lru_cache(maxsize=2)
 def _program(donate: bool) -> Any:
-    def run(leaves: Leaves, spent: Leaves, job: jax.Array) -> tuple[Leaves, jax.Array]:
-        forms = [*leaves, *spent, job]
+    # jax gives the memory of arguments to results of their form in order: so `spent` comes first on both sides
+    def run(spent: Leaves, leaves: Leaves, job: jax.Array) -> tuple[Leaves, jax.Array]:
+        forms = [*spent, *leaves, job]
         same = {number: number for number in range(len(forms))}
         *made, done = jax.ffi.ffi_call(_TARGET, forms, input_output_aliases=same)(*forms)
         return made, _later(done, job)
 
-    return jax.jit(run, donate_argnums=(0, 1) if donate else (1,))
+    return jax.jit(run, donate_argnums=(0, 1) if donate else (0,))
 
 
 @jax.jit
@@ -232,7 +240,7 @@ def _looking(leaves: Leaves, job: jax.Array) -> jax.Array:
 
 def _later(done: jax.Array, job: jax.Array) -> jax.Array:
     """Return a number that is known once `done` is, and takes operations enough for a program that is run later."""
-    return done + jnp.sum(jnp.arange(_DEAR, dtype=jnp.int32) ^ job)
+    return done + jnp.sum(jnp.arange(_DEAR, dtype=jnp.int32) ^ job, dtype=jnp.int32)
 
 
 def _handle(address: int) -> int | None:
@@ -249,7 +257,8 @@ def _handle(address: int) -> int | None:
     try:
         buffers = (ctypes.c_void_p * frame.arguments.size).from_address(frame.arguments.buffers)
         *addresses, number = [_Address.from_address(buffer + _Buffer.data.offset).value or 0 for buffer in buffers]
-        _jobs.run(ctypes.c_int32.from_address(number).value, np.array(addresses, np.int64))
+        with _usual_arithmetic():
+            _jobs.run(ctypes.c_int32.from_address(number).value, np.array(addresses, np.int64))
     except BaseException as error:
         logger.exception("work on parameters failed")
         text = f"{type(error).__name__}: {error}".encode()
@@ -257,6 +266,21 @@ def _handle(address: int) -> int | None:
         created: int | None = _Api.from_address(frame.api).create_error(ctypes.byref(arguments))
         return created
     return None
+
+
+@contextlib.contextmanager
+def _usual_arithmetic() -> Iterator[None]:
+    """While this lasts, this thread keeps denormals, as numpy does anywhere; XLA's threads take them for zeros."""
+    if _C is None:
+        yield
+        return
+    kept = (ctypes.c_byte * _ENVIRONMENT_BYTES)()
+    _C.fegetenv(kept)
+    _C.fesetenv(ctypes.c_void_p(-1))  # FE_DFL_ENV of glibc and of musl
+    try:
+        yield
+    finally:
+        _C.fesetenv(kept)
 
 
 def values_at(address: int, count: int) -> NDArray[np.float32]:

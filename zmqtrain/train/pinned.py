@@ -1,6 +1,7 @@
 """The leaves of an offer, pinned until its encoder has read them: what is pending is then nowhere written down.
 
-    the training thread     pins the leaves, and goes on to the next step; it never waits here
+    the training thread     pins the leaves, and goes on; its next step begins when they are free, if it is given their
+                            memory (donation): so what reads them must be quick
     a thread of XLA's       has the leaves at hand once they are computed, and waits for a reader: PATIENCE at most
     the encoding thread     reads them, as long as it takes; XLA gives nobody their memory meanwhile
 
@@ -22,7 +23,7 @@ from zmqtrain.core.types import Array, JoinedSegments, joined_places
 from zmqtrain.train import in_place
 
 PATIENCE_SECONDS = 0.05
-"""So long the leaves wait for a reader. One that is idle takes a hundredth of it; training waits as long at most."""
+"""So long the leaves wait for a reader. One that is idle takes a hundredth of it."""
 LOOK_SECONDS = 0.1
 """How often a reader looks whether XLA has given up: the step that made the leaves may have failed."""
 
@@ -53,18 +54,12 @@ class Pinned(PinnedSegments):
         self._has_reader = self._is_declined = False
         self._segments: Sequence[Array] | None = None
         self._done: Any = None
-        self._failure: BaseException | None = None
 
     # ------------------------------------------------------------------ training thread
 
     def pin(self) -> None:
         leaves, self._leaves, self._compute = self._leaves, [], None
-        try:
-            done = in_place.look_at(leaves, self._show)
-        except BaseException as error:
-            self._change(failure=error)
-            raise
-        self._change(done=done)
+        self._change(done=in_place.look_at(leaves, self._show))
 
     def settle(self) -> None:
         if self._compute is not None:
@@ -83,10 +78,15 @@ class Pinned(PinnedSegments):
         with self._changed:
             self._at_hand = addresses
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._has_reader or self._is_declined, PATIENCE_SECONDS)
-            if not self._has_reader:
-                self._copy(addresses)
-            self._changed.wait_for(lambda: self._at_hand is None)
+            try:
+                self._changed.wait_for(lambda: self._has_reader or self._is_declined, PATIENCE_SECONDS)
+                if not self._has_reader:
+                    self._copy(addresses)
+            finally:  # also of a thread that is interrupted: once it has returned, XLA writes there
+                while self._has_reader and self._at_hand is not None:
+                    self._changed.wait()
+                self._at_hand = None
+                self._changed.notify_all()
 
     def _copy(self, addresses: Addresses) -> None:
         copied = JoinedSegments(np.empty(joined_places(self._counts)[1], np.float32), self._counts)
@@ -102,6 +102,7 @@ class Pinned(PinnedSegments):
     # ------------------------------------------------------------------ encoding thread
 
     def read(self, work: Callable[[Array, Array, Array], Made]) -> Made | None:
+        self._settle_own()
         with self._changed:
             self._wait()
             if self._at_hand is None:
@@ -117,22 +118,25 @@ class Pinned(PinnedSegments):
         finally:
             self._change(at_hand=None)
 
+    def _settle_own(self) -> None:
+        """Compute, where the training thread encodes what it offers itself."""
+        if threading.get_ident() == self._owner:
+            self.settle()
+
     def _wait(self) -> None:
-        """Wait until there is something to read. Raises RuntimeError, and what the leaves' computation raised."""
+        """Wait until there is something to read. Raises what the leaves' computation raised, and RuntimeError where
+        there is nothing any more."""
         while self._at_hand is None and self._segments is None:
-            if self._failure is not None:
-                raise RuntimeError("the parameters of an offer could not be pinned") from self._failure
-            failed = self._done is not None and self._done.is_ready()
-            if failed and self._at_hand is None and self._segments is None:
+            if self._done is not None and self._done.is_ready() and self._at_hand is None and self._segments is None:
                 self._done.block_until_ready()
+                raise RuntimeError("the leaves of an offer are read once: what was pending is not kept")
             self._changed.wait(LOOK_SECONDS)
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def __getitem__(self, index: Any) -> Any:
-        if threading.get_ident() == self._owner:
-            self.settle()
+        self._settle_own()
         with self._changed:
             self._is_declined = True
             self._changed.notify_all()
