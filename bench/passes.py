@@ -130,7 +130,7 @@ class _Node:
             Pass("node", "checksum of what is sent", size, ns["checksum"]),
             Pass("node", "unacknowledged: subtract one", size, max(0.0, ns["encode again"] - ns["encode"])),
             Pass("node", "judge what is sent", 0, ns["judge"]),
-            Pass("node", "check what comes", size, ns["check"]),
+            Pass("node", "check an aggregate", size, ns["check"]),
             Pass("node", "decode aggregate and own, rebase params and anchor", 2 * size + 16, ns["rebase"]),
         ]
 

@@ -16,6 +16,7 @@ import zmq
 from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 
 from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.codecs import fast
 from zmqtrain.core.errors import ChannelFull, HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta, PeerLost
 from zmqtrain.core.installed import how_to_upgrade, package_version
 from zmqtrain.core.settings import RunSettings
@@ -24,6 +25,7 @@ from zmqtrain.node.connect import connect
 from zmqtrain.protocol.framing import PROTOCOL_VERSION, encode_refusal
 from zmqtrain.protocol.messages import Refused
 from zmqtrain.session.unequal import NEWER, OLDER
+from zmqtrain.train import anchor, pinned
 from zmqtrain.transport.admission import Seats
 from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
@@ -46,6 +48,26 @@ def test_three_nodes_learn_one_model_and_end_with_the_same_parameters():
     assert loss(params[0], held_out) < loss(parameters(), held_out) / 2
     statistics = hub.broker.statistics()
     assert statistics.contributions > 3 and statistics.refused == 0
+
+
+def test_a_run_of_pinned_leaves_ends_with_the_bits_of_one_whose_segments_are_computed(monkeypatch):
+    computed, read, reads = strict(7, 2, 8), pinned.Pinned.read, []
+
+    def counting(segments, work):
+        reads.append(read(segments, work))
+        return reads[-1]
+
+    monkeypatch.setattr(anchor, "LEAST_PINNED", 0)
+    monkeypatch.setattr(pinned.Pinned, "read", counting)
+    fast.use(True)
+    try:
+        in_place = strict(7, 2, 8)
+    finally:
+        fast.use(None)
+    assert any(frames is not None for frames in reads)
+    for one, other in zip(computed, in_place, strict=True):
+        for name in one:
+            assert one[name].tobytes() == other[name].tobytes()
 
 
 def test_the_machine_code_of_the_codecs_is_made_by_all_before_anybody_trains(monkeypatch):

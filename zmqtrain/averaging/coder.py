@@ -7,8 +7,8 @@ Rule 2: a u is kept compressed, just as it was sent.
 Rule 3: where the parameters live on an accelerator, a node gives its device's coder: what is compressed is encoded and
 decoded there, to the same bits; what is sent as it is (DENSE) goes by the host, which it would have to cross anyway.
 Rule 4: where they live on a processor and `stays_encoded` is set, an aggregate is handed on as it came, once it has
-been checked: whoever applies it decodes it piece by piece within a core's cache (`EncodedSegments`), and nothing as
-large as the model is written and read for it.
+been checked: the thread that applies it decodes it piece by piece within a core's cache (`EncodedSegments`), and
+nothing as large as the model is written and read for it.
 Rule 5: `Vectors` reuses the memory of what is decoded whole, because the kernel zeroes fresh memory page by page, which
 costs a codec as much as its own work, and because JAX on a CPU takes an array without a copy if it begins at a multiple
 of 64 bytes. Memory is reused only when nothing refers to it: each time it is handed out as an array of its own, which

@@ -432,7 +432,7 @@ class SlabReader:
             _decode_run(self.plan, run, self.frame(run.frame), out, add)
 
     def rebase_run(self, run: Run, own: SlabReader | None, places: Numbers, params: Numbers, anchor: Numbers) -> None:
-        """See `rebase` of CodedSegments: for the slabs of a run, whose values are decoded within a cache.
+        """See `rebase` of CodedSegments: for the slabs of a run, decoded within a core's cache.
 
         own: a payload of the same form.  params, anchor: int64[leaves], where their values begin in memory.
         """

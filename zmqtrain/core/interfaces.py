@@ -89,9 +89,8 @@ class CodedSegments(Sequence[Array]):
 class PinnedSegments(Sequence[Array]):
     """The segments of an offer, not computed yet: `params - anchor` of the leaves of one fragment, on a processor.
 
-    The training thread either pins the leaves for whoever encodes the offer, or has the segments computed; whoever
-    takes one of these waits for it. They are numpy arrays where
-    the leaves were pinned, and jax arrays where they were not.
+    The training thread either pins the leaves for the thread that encodes the offer, or has the segments computed. To
+    take a segment is to wait for it. It is a numpy array where the leaves were pinned, and else a jax array.
     """
 
     @abstractmethod

@@ -113,7 +113,7 @@ class Pinned(PinnedSegments):
             return work(self._places, addresses[: self._number], addresses[self._number :])
         except BaseException:
             with self._changed:
-                self._copy(addresses)  # for whoever says what is wrong with them
+                self._copy(addresses)  # for the error, which names the leaf
             raise
         finally:
             self._change(at_hand=None)
