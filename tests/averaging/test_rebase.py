@@ -13,7 +13,7 @@ from zmqtrain.codecs import fast
 from zmqtrain.core.interfaces import CodedSegments
 from zmqtrain.core.types import LeafSpec, Offer
 from zmqtrain.protocol.messages import Aggregate
-from zmqtrain.train import in_place
+from zmqtrain.train import anchor, in_place
 from zmqtrain.train.anchor import DeviceMoves, HostMoves
 from zmqtrain.train.pinned import Pinned
 
@@ -37,7 +37,8 @@ CODECS = [
 
 
 @pytest.fixture(autouse=True)
-def machine_code():
+def machine_code(monkeypatch):
+    monkeypatch.setattr(anchor, "LEAST_PINNED", 0)
     fast.use(True)
     yield
     fast.use(None)

@@ -36,17 +36,22 @@ def test_it_changes_all_arrays_in_their_shapes(donate):
         assert got.shape == np.shape(expected)
 
 
+def pointer_of(leaf):
+    """Return where a leaf is, once it is ready: until then jax keeps the interpreter's lock, which the work needs."""
+    return jax.block_until_ready(leaf).unsafe_buffer_pointer()
+
+
 def test_with_donate_the_memory_is_that_of_the_leaves_and_else_they_stay():
     leaves, spent = made()
-    was = [leaf.unsafe_buffer_pointer() for leaf in (leaves[0], spent[0])]
+    was = [pointer_of(leaf) for leaf in (leaves[0], spent[0])]
     new, newer = in_place.work_on(leaves, spent, add_two, donate=True)
-    assert [leaf.unsafe_buffer_pointer() for leaf in (new[0], newer[0])] == was
+    assert [pointer_of(leaf) for leaf in (new[0], newer[0])] == was
     assert leaves[0].is_deleted()
     same = jnp.ones((2, 3))  # of the leaves' form, which must not have its memory
-    pointer = same.unsafe_buffer_pointer()
+    pointer = pointer_of(same)
     kept, spent = [jnp.arange(6.0).reshape(2, 3)], [same]
     _, newer = in_place.work_on(kept, spent, lambda addresses: None, donate=False)
-    assert newer[0].unsafe_buffer_pointer() == pointer
+    assert pointer_of(newer[0]) == pointer
     np.testing.assert_array_equal(kept[0], np.arange(6.0).reshape(2, 3))
     assert spent[0].is_deleted()
 

@@ -169,7 +169,7 @@ class DeviceMoves:
             for share in {1.0, self.elastic}:
                 pending = self._pending.lower(ours, shared, fragment, share)
                 pending.compile()
-            if self._rebases(ours, fragment):
+            if self._pins(ours, fragment):
                 in_place.compile_for(ours, shared, donate=self.donate)
             segments: Any = [
                 jax.ShapeDtypeStruct(segment.shape, segment.dtype, sharding=_tied_to(leaf))  # type: ignore[no-untyped-call]
@@ -192,7 +192,7 @@ class DeviceMoves:
     ) -> Sequence[Array] | PinnedSegments:
         """See Moves. Of few values `pending` costs less than two threads that meet."""
         ours, counts = self._touched(params, fragment), self.layout.counts(fragment)
-        if sum(counts) < LEAST_PINNED or not (whole or self.elastic == 1) or not self._rebases(ours, fragment):
+        if not ((whole or self.elastic == 1) and self._pins(ours, fragment)):
             return self.pending(params, anchor, fragment, whole=whole)
 
         def compute() -> Sequence[Array]:
@@ -218,6 +218,10 @@ class DeviceMoves:
             params = _replaced(params, dict(zip(touched, forward, strict=True)))
             anchor = _replaced(anchor, dict(zip(touched, behind, strict=True)))
         return list(params), anchor
+
+    def _pins(self, ours: Leaves, fragment: int) -> bool:
+        """Return whether a fragment of these leaves is large enough to be pinned, and can be."""
+        return sum(self.layout.counts(fragment)) >= LEAST_PINNED and self._rebases(ours, fragment)
 
     def _rebases(self, ours: Leaves, fragment: int) -> bool:
         """Return whether what is encoded can be decoded onto these leaves."""

@@ -8,6 +8,8 @@ when `work_on` is called: XLA waits for those who read.
 Rule 1: only on a processor, and only arrays that lie whole on one device.
 Rule 2: `work` runs in a thread of XLA's. It takes the interpreter's lock like any thread, and should soon be in code
 that gives the lock up. What it raises is the error of the arrays that the call returned.
+Rule 3: as with `jax.pure_callback`, who waits for these arrays with the interpreter's lock in hand waits for ever. JAX
+gives it up wherever it waits, but in `unsafe_buffer_pointer` of an array that is not ready.
 Source: the typed foreign function interface of XLA, `xla/ffi/api/c_api.h` in jaxlib (API 0.1 and later), whose structs
 are read below.
 """
