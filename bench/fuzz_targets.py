@@ -347,7 +347,7 @@ def _files() -> list[bytes]:
         aggregator.version = 1
         folder.save(1, state, aggregator.arrays())
         folder.begin_journal(1)
-        folder.release((Released(2, "float32", (0,), (frames,)), (("pc-0#00", 3),), 8))
+        folder.release((Released(2, "float32", (0,), (frames,)), (("pc-0#00", 3),), 8), {})
         folder.close()
         CurveKeys.generate().save(Path(name), "own")
         parts = [(place, ((Path(name) / file).read_bytes(),)) for place, file in enumerate(_FILES)]

@@ -46,7 +46,7 @@ def save(folder: CheckpointFolder, version: int) -> None:
 
 
 def release(folder: RunFolder, version: int) -> None:
-    folder.release((Released(version, "float32", (0,), ((b"x" * version,),)), (("a#1", version),), 8))
+    folder.release((Released(version, "float32", (0,), ((b"x" * version,),)), (("a#1", version),), 8), {})
 
 
 def prepare_run(path: Path) -> None:
