@@ -22,14 +22,24 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import inf
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State
-from zmqtrain.codecs.payload import Part, PayloadMemory, Run, SlabEncoder, SlabReader, payload_norm, plan_parts
+from zmqtrain.codecs.payload import (
+    Item,
+    Part,
+    PayloadMemory,
+    Run,
+    SlabEncoder,
+    SlabReader,
+    is_plain,
+    payload_norm,
+    plan_parts,
+)
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Version
@@ -39,8 +49,6 @@ from zmqtrain.strategies.aggregate import aggregation_from_spec, mean_over_live
 from zmqtrain.strategies.measures import NoiseScale
 from zmqtrain.strategies.outer import OuterOptimizer
 from zmqtrain.strategies.weights import compensate, selection_from_spec, staleness_from_spec
-
-Item = TypeVar("Item")
 
 MOST_THREADS = 4
 """More threads wait for the same memory, and for the parts of the work that hold the interpreter's lock."""
@@ -530,7 +538,7 @@ class EncodedRound:
         size, parts = parameters.size, _parts(known, codecs, counts)
         encoder, everything = SlabEncoder(codecs, counts, states), PayloadMemory.flat(published)
         adding = _Adding(known, self._meter.places(fragment, size))
-        plain_rate = step.plain_rate if all(map(_is_plain, (parameters, published))) and not known.in_memory else None
+        plain_rate = step.plain_rate if all(map(is_plain, (parameters, published))) and not known.in_memory else None
 
         def step_run(run: Run, live: int, rate: float) -> None:
             encoder.release_run(run, adding.sources, live, rate, (parameters, published), adding.sampled)
@@ -568,11 +576,6 @@ def _parts(known: _Fragment, codecs: tuple[Codec, ...], counts: tuple[int, ...] 
     return plan_parts((codecs, *(one.codecs for one in known.held)), known.counts or counts, PART_VALUES)
 
 
-def _is_plain(vector: Vector) -> bool:
-    """Return whether machine code may read and write here."""
-    return bool(vector.flags.c_contiguous and vector.flags.aligned)
-
-
 def _is_sparse(codecs: Sequence[Codec], counts: Sequence[int]) -> bool:
     """Return whether more than half of the values are of codecs that pick."""
     picked = sum(count for codec, count in zip(codecs, counts, strict=True) if codec.sparse is not None)
@@ -586,7 +589,7 @@ def _step(
 
     The same bits as `mean_over_live` and `sgd` have.
     """
-    if _is_plain(parameters) and _is_plain(published) and (kernels := fast.kernels(total.size)):
+    if is_plain(parameters) and is_plain(published) and (kernels := fast.kernels(total.size)):
         kernels.step(total, live, rate, parameters, published, rest)
         return
     np.divide(total, live, out=total)

@@ -94,8 +94,9 @@ class Kernels(NamedTuple):
       rest = parameters - published.
     energy(frame, table, block, column of the first scales, column of how many values have some): of all slabs of a run,
       as `energy_of_scales` of codec.py.
-    rebase(shared, own, begin, places int64[m, 4], params int64[leaves], anchor int64[leaves]): as `CodedSegments`, for
-      the values from `begin` on that `shared` holds; own: as many, or none.  params, anchor: the leaves' addresses.
+    rebase(shared, own, begin, places int64[m, 4], row, params int64[leaves], anchor int64[leaves]): as `CodedSegments`,
+      for the values from `begin` on that `shared` holds; own: as many, or none.  row: of `places`, at or before the
+      first of them.  params, anchor: the leaves' addresses.
     """
 
     quantize: Callable[..., int]

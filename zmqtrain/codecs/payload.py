@@ -96,7 +96,7 @@ class PayloadMemory:
 
     def __init__(self, vectors: Sequence[Array], starts: Sequence[int]) -> None:
         self._vectors, self._starts = vectors, starts
-        self.is_plain = all(_is_plain(vector) for vector in vectors)
+        self.is_plain = all(is_plain(vector) for vector in vectors)
         """Whether machine code may read here."""
         self.is_writable = self.is_plain and all(vector.flags.writeable for vector in vectors)
         """Whether it may write here."""
@@ -127,7 +127,8 @@ class PayloadMemory:
         return places
 
 
-def _is_plain(vector: Array) -> bool:
+def is_plain(vector: Array) -> bool:
+    """Return whether machine code may read a vector."""
     return bool(vector.dtype == np.float32 and vector.flags.c_contiguous and vector.flags.aligned)
 
 
