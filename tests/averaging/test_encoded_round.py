@@ -28,6 +28,7 @@ from zmqtrain.strategies.outer import outer_from_spec
 MODEL = tuple(LeafSpec(f"leaf{n}", (size,), "float32") for n, size in enumerate((900, 10, 3000, 64, 1, 700, 257)))
 UP = ["topk:density=0.1+sign", "topk:density=0.05+int8;<20=float32", "randomk:density=0.2+bf16"]
 UP += ["blocktopk:keep=3+float32", "int8", "float32", "ternary", "ternary:block=7"]
+OUTER = ["sgd:rate=1", "sgd:rate=0.7", "nesterov", "nesterov:rate=0.7,momentum=0"]
 DOWN = ["topk:density=0.1+sign", "topk:density=0.3+int8;<20=float32", "randomk:density=0.2+int8", "ternary", "float32"]
 
 
@@ -144,7 +145,11 @@ rounds = st.lists(
 @pytest.mark.parametrize("machine_code", [True, False], ids=["numba", "numpy"])
 @pytest.mark.parametrize("threads", [1, 3])
 @settings(max_examples=examples(40), deadline=None)
-@given(rounds=rounds, down=st.sampled_from(DOWN), outer=st.sampled_from(["sgd:rate=1", "sgd:rate=0.7", "nesterov"]))
+@given(
+    rounds=rounds,
+    down=st.sampled_from(DOWN),
+    outer=st.sampled_from(["sgd:rate=1", "sgd:rate=0.7", "nesterov", "nesterov:rate=0.7,momentum=0"]),
+)
 def test_any_rounds_have_the_bits_of_the_sum_in_memory(machine_code, threads, rounds, down, outer):
     fast.use(machine_code)
     kept, held_rounds.PART_VALUES = held_rounds.PART_VALUES, 500
@@ -160,6 +165,10 @@ def test_any_rounds_have_the_bits_of_the_sum_in_memory(machine_code, threads, ro
             for known, wanted in (("parameters", pair.equation.parameters), ("published", pair.equation.published)):
                 for one, other in zip(getattr(pair.sparse, known), wanted, strict=True):
                     assert one.tobytes() == other.tobytes()
+            for known, wanted in zip(pair.sparse._outer_state, pair.equation.outer_state, strict=True):
+                assert {name: array.tobytes() for name, array in known.items()} == {
+                    name: array.tobytes() for name, array in wanted.items()
+                }
     finally:
         held_rounds.PART_VALUES = kept
 

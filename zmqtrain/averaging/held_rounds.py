@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
-from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State
+from zmqtrain.codecs.codec import SLAB_VALUES, Codec, State, Step
 from zmqtrain.codecs.payload import (
     Item,
     Part,
@@ -329,6 +329,8 @@ pass. With more of them the release, for which all nodes wait, would take longer
 DENSE_BYTES = 2
 """A publish that sends every value is held if it has fewer bytes a value: at most half of what the sum has."""
 
+_NOTHING = np.empty(0, np.float32)
+
 NORM_MARGIN = 2.0
 """A publish's norm, as it goes by scales, bounds its largest value but for rounding."""
 
@@ -363,26 +365,29 @@ class OuterStep:
     state: Mapping[str, Vector]
     turn: bool
 
-    @property
-    def plain_rate(self) -> float | None:
-        """By what the mean is multiplied and added; None: the outer optimizer does more than that."""
-        return 1.0 if self.plain else self.outer.rate
+    def in_a_pass(self, part: slice) -> Step | None:
+        """Return the step of a part as the codecs' loops take it; None: the outer optimizer does more than that."""
+        rate, momentum = (1.0, None) if self.plain else (self.outer.rate, self.outer.momentum)
+        if self.live is None or rate is None:
+            return None
+        if momentum is None:
+            return Step(self.live, rate, 0.0, _NOTHING)
+        return Step(self.live, rate, momentum, self.state["momentum"][part])
 
     def take(self, part: slice, total: Vector, parameters: Vector, published: Vector, rest: Vector) -> None:
         """Step one part, and write what is not published of it to `rest`; spoils `total`, the part's sum.
 
         parameters, published: of the part. Parts may be stepped in any order, from any thread, to the same bits.
         """
-        rate = self.plain_rate
-        if self.live is None:
-            np.subtract(parameters, published, out=rest)
-        elif rate is not None:
-            _step(total, np.float32(self.live), np.float32(rate), parameters, published, rest)
-        else:
+        step, kernels = self.in_a_pass(part), fast.kernels(total.size)
+        if step is not None and kernels and is_plain(parameters) and is_plain(published):
+            kernels.step(total, *fast.arguments_of(step), parameters, published, rest)
+            return
+        if self.live is not None:
             mean = mean_over_live(total, self.live, out=total)
             state = {name: array[part] for name, array in self.state.items()}
-            np.add(parameters, self.outer.update(mean, state, self.turn), out=parameters)
-            np.subtract(parameters, published, out=rest)
+            np.add(parameters, mean if self.plain else self.outer.update(mean, state, self.turn), out=parameters)
+        np.subtract(parameters, published, out=rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,10 +543,11 @@ class EncodedRound:
         size, parts = parameters.size, _parts(known, codecs, counts)
         encoder, everything = SlabEncoder(codecs, counts, states), PayloadMemory.flat(published)
         adding = _Adding(known, self._meter.places(fragment, size))
-        plain_rate = step.plain_rate if all(map(is_plain, (parameters, published))) and not known.in_memory else None
+        is_in_a_pass = not known.in_memory and all(map(is_plain, (parameters, published)))
+        whole = step.in_a_pass(slice(None)) if is_in_a_pass and encoder.releases(adding.sources) else None
 
-        def step_run(run: Run, live: int, rate: float) -> None:
-            encoder.release_run(run, adding.sources, live, rate, (parameters, published), adding.sampled)
+        def step_run(run: Run, whole: Step) -> None:
+            encoder.release_run(run, adding.sources, whole, (parameters, published), adding.sampled)
 
         def step_part(part: Part) -> None:
             total, rest = _scratch.take(part.values)
@@ -559,8 +565,8 @@ class EncodedRound:
                 encoder.encode_run(run, unpublished)
 
         try:
-            if step.live is not None and plain_rate is not None and encoder.releases(adding.sources):
-                self._threads.each(partial(step_run, live=step.live, rate=plain_rate), encoder.plan.runs, size)
+            if whole is not None:
+                self._threads.each(partial(step_run, whole=whole), encoder.plan.runs, size)
             else:
                 self._threads.each(step_part, parts, size)
         except CodecError:  # nothing of it is sent
@@ -580,19 +586,3 @@ def _is_sparse(codecs: Sequence[Codec], counts: Sequence[int]) -> bool:
     """Return whether more than half of the values are of codecs that pick."""
     picked = sum(count for codec, count in zip(codecs, counts, strict=True) if codec.sparse is not None)
     return 2 * picked > sum(counts)
-
-
-def _step(
-    total: Vector, live: np.float32, rate: np.float32, parameters: Vector, published: Vector, rest: Vector
-) -> None:
-    """Step a part, parameters += total / live * rate, and write what is not published of it to `rest`; spoils `total`.
-
-    The same bits as `mean_over_live` and `sgd` have.
-    """
-    if is_plain(parameters) and is_plain(published) and (kernels := fast.kernels(total.size)):
-        kernels.step(total, live, rate, parameters, published, rest)
-        return
-    np.divide(total, live, out=total)
-    np.multiply(total, rate, out=total)
-    np.add(parameters, total, out=parameters)
-    np.subtract(parameters, published, out=rest)

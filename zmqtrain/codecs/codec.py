@@ -65,6 +65,20 @@ NOTHING_SENT = np.zeros((0, 1), np.uint8)
 Pinned = tuple[Numpy, Numpy, Numpy]
 
 
+class Step(NamedTuple):
+    """How a hub steps by a sum of payloads, each operation one of float32, in this order:
+
+        g = sum / live;  m = momentum * m + g;  parameters += rate * (momentum * m + g)
+
+    m: float32, as long as the parameters, changed in place; without values, parameters += g * rate.
+    """
+
+    live: float
+    rate: float
+    momentum: float
+    m: Numpy
+
+
 class RunLoops(NamedTuple):
     """What a codec does with all slabs of a run in one call of machine code, to the same bytes as one after the other.
 
@@ -85,12 +99,12 @@ class RunLoops(NamedTuple):
     rebase(frame, own, table, places, params, anchor): decodes both frames, the second of the same form or without
       bytes, and adds them as `rebase` of CodedSegments says; params, anchor: int64[leaves], addresses. None: of a codec
       that is decoded first.
-    release(frames, table, frame, live, rate, parameters, published, places, samples): what a hub does with a run of the
+    release(frames, table, frame, step, parameters, published, places, samples): what a hub does with a run of the
       payloads that it adds. frames: int64[k], where their frames begin in memory, of the very form of `frame`.  Their
-      sum, in order, makes the step: parameters += sum / live * rate, and `parameters - published` is encoded into the
-      frame. Both are flat float32, all values of the payload.  places: int64[m], ascending: of those in this run,
-      samples float32[2, k, m] are given what the sum has there before and after each payload.  Returns as `encode`.
-      None: of a codec that does these one by one.
+      sum, in order, makes the step, and `parameters - published` is encoded into the frame. Both are flat float32, all
+      values of the payload.  places: int64[m], ascending: of those in this run, samples float32[2, k, m] are given what
+      the sum has there before and after each payload.  Returns as `encode`. None: of a codec that does these one by
+      one.
     available(): whether there is machine code for it, which the first call makes. Only then, and where `fast.kernels`
       has some, it is used.
     """
@@ -102,7 +116,7 @@ class RunLoops(NamedTuple):
     available: Callable[[], bool]
     columns: Callable[[int], tuple[int, ...]] = lambda count: ()
     rebase: Callable[[Numpy, Numpy, Numpy, Numpy, Numpy, Numpy], None] | None = None
-    release: Callable[[Numpy, Numpy, Numpy, float, float, Numpy, Numpy, Numpy, Numpy], int] | None = None
+    release: Callable[[Numpy, Numpy, Numpy, Step, Numpy, Numpy, Numpy, Numpy], int] | None = None
 
 
 class Codec(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from zmqtrain.codecs.codec import INFINITY_BITS, SMALLEST_MAGNITUDE_BITS, SMALLEST_SCALE_BITS
+from zmqtrain.codecs.codec import INFINITY_BITS, SMALLEST_MAGNITUDE_BITS, SMALLEST_SCALE_BITS, Step
 from zmqtrain.core.installed import how_to_install
 
 Made = TypeVar("Made")
@@ -90,7 +90,7 @@ class Kernels(NamedTuple):
       way; returns how many places there are, of which k at most are written.
     signs(x, block, scales): the scales of `_encode_signs_numpy` of levels.py; returns the largest magnitude's bits.
     scatter(places int32[k], values, out, add): out[places] += values, one after the other; without add: = values.
-    step(total, live, rate, parameters, published, rest): a plain step of the hub: parameters += total / live * rate;
+    step(total, live, rate, momentum, m, parameters, published, rest): the hub's step by `total`, as `Step` has it;
       rest = parameters - published.
     energy(frame, table, block, column of the first scales, column of how many values have some): of all slabs of a run,
       as `energy_of_scales` of codec.py.
@@ -124,8 +124,8 @@ class TernaryLoops(NamedTuple):
       `_check_ternary` of levels.py refuses, or -1.
     rebase(frame, own frame uint8, table, block, places, params, anchor, scratch float32[n], scratch float32[n]): as of
       `RunLoops`; n is a block at least, here and there.
-    release(frames, table, block, frame, live, rate, parameters, published, places, samples, scratch float32[n], scratch
-      int16[block], scratch uint8[5 m]): as of `RunLoops`.
+    release(frames, table, block, frame, live, rate, momentum, m, parameters, published, places, samples, scratch
+      float32[n], scratch int16[block], scratch uint8[5 m]): as of `RunLoops`.
     """
 
     encode: Callable[..., int]
@@ -197,6 +197,11 @@ def rebase(shared: Any, own: Any, begin: int, places: Any, params: Any, anchor: 
     """As `rebase` of `Kernels`, where there are some."""
     assert _loaded is not None, "used only where there are some"
     _loaded.rebase(shared, own, begin, places, 0, params, anchor)
+
+
+def arguments_of(step: Step) -> tuple[np.float32, np.float32, np.float32, Any]:
+    """Return a step as the loops take it."""
+    return np.float32(step.live), np.float32(step.rate), np.float32(step.momentum), step.m
 
 
 def energy_of_run(frame: Any, table: Any, block: int, scales: int, values: int) -> float:
@@ -319,6 +324,7 @@ class _Compiler:
         self.floats, self.bytes, self.small_codes = made(numba.float32), made(numba.uint8), made(numba.int8)
         self.units, self.scales, self.written = made(numba.int16), made(numba.uint16), made(numba.int32)
         self.guess, self.samples = made(numba.int64), numba.types.Array(numba.float32, 3, "C")
+        self.step = self.single, self.single, self.single, self.floats
 
     def jit(self, signature: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         source = getattr(function, "py_func", function)  # a first try, which failed, may have come as far as this
@@ -355,7 +361,7 @@ def _compile(numba: Any) -> Kernels:
     of.put(whole(of.frame, whole, whole, whole, written), _unpack)
     of.put(whole(of.x, whole, of.scales), _signs)
     of.put(of.real(of.frame, whole, whole, whole, whole), _energy_of_scales)
-    of.put(of.void(of.x, of.single, of.single, of.floats, of.x, of.floats), _step)
+    of.put(of.void(of.x, *of.step, of.floats, of.x, of.floats), _step)
     of.put(whole(of.table, whole, whole), _row_of)
     of.put(whole(of.table, whole, of.numbers, of.numbers, whole, of.floats), _ahead)
     of.put(whole(of.x, of.x, whole, of.table, whole, of.numbers, of.numbers), _rebase)
@@ -386,7 +392,7 @@ def _compile_ternary(of: _Compiler) -> TernaryLoops:
         of.jit(of.void(of.frame, of.frame, of.table, whole, *model, of.floats, of.floats), _rebase_ternary),
         of.jit(
             whole(
-                *(of.numbers, of.table, whole, of.bytes, of.single, of.single, of.floats, of.x, of.numbers),
+                *(of.numbers, of.table, whole, of.bytes, *of.step, of.floats, of.x, of.numbers),
                 *(of.samples, *scratch),
             ),
             _release_ternary,
@@ -534,6 +540,8 @@ def _release_ternary(
     frame: Any,
     live: np.float32,
     rate: np.float32,
+    momentum: np.float32,
+    m: Any,
     parameters: Any,
     published: Any,
     places: Any,
@@ -565,7 +573,8 @@ def _release_ternary(
                     for i in range(sampled, after):
                         samples[1, one, i] = rest[places[i] - here]
                 sampled = after
-                _step(rest, live, rate, parameters[here : here + size], published[here : here + size], rest)
+                mine, theirs = parameters[here : here + size], published[here : here + size]
+                _step(rest, live, rate, momentum, m[here : here + size], mine, theirs, rest)
                 if _ternary_blocks(rest, block, frame, scales_at, units, digits[start : start + size]) >= _INFINITY:
                     spoiled = row if spoiled < 0 else spoiled
             _pack_digits(digits, slab, frame[first : first + width])
@@ -1015,11 +1024,29 @@ def _scatter(places: Any, values: Any, out: Any, add: bool) -> None:
             out[places[number]] = values[number]
 
 
-def _step(total: Any, live: np.float32, rate: np.float32, parameters: Any, published: Any, rest: Any) -> None:
-    for i in range(total.size):
-        new = parameters[i] + np.float32(np.float32(total[i] / live) * rate)
-        parameters[i] = new
-        rest[i] = new - published[i]
+def _step(
+    total: Any,
+    live: np.float32,
+    rate: np.float32,
+    momentum: np.float32,
+    m: Any,
+    parameters: Any,
+    published: Any,
+    rest: Any,
+) -> None:
+    if m.size:
+        for i in range(total.size):
+            gradient = np.float32(total[i] / live)
+            moved = np.float32(np.float32(m[i] * momentum) + gradient)
+            m[i] = moved
+            new = parameters[i] + np.float32(np.float32(np.float32(moved * momentum) + gradient) * rate)
+            parameters[i] = new
+            rest[i] = new - published[i]
+    else:
+        for i in range(total.size):
+            new = parameters[i] + np.float32(np.float32(total[i] / live) * rate)
+            parameters[i] = new
+            rest[i] = new - published[i]
 
 
 def _row_of(places: Any, row: int, value: int) -> int:

@@ -29,6 +29,7 @@ from zmqtrain.codecs.codec import (
     RunLoops,
     Scratch,
     Sections,
+    Step,
     address_of,
     block_codec_name,
     block_count,
@@ -341,14 +342,13 @@ def ternary(block: int = 128) -> Codec:
         frames: Numpy,
         table: Numpy,
         frame: Numpy,
-        live: float,
-        rate: float,
+        step: Step,
         parameters: Numpy,
         published: Numpy,
         places: Numpy,
         samples: Numpy,
     ) -> int:
-        given = frames, table, block, frame, np.float32(live), np.float32(rate), parameters, published
+        given = frames, table, block, frame, *fast.arguments_of(step), parameters, published
         return _loops().release(*given, places, samples, *_scratch_of_slabs(table, block))
 
     loops = RunLoops(

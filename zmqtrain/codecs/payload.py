@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs import fast
-from zmqtrain.codecs.codec import NOT_PINNED, NOTHING_SENT, Codec, Pinned, RunLoops, Scratch, State, address_of
+from zmqtrain.codecs.codec import NOT_PINNED, NOTHING_SENT, Codec, Pinned, RunLoops, Scratch, State, Step, address_of
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.checksum import crc32
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
@@ -369,8 +369,7 @@ class SlabEncoder:
         self,
         run: Run,
         sources: Sequence[SlabReader],
-        live: float,
-        rate: float,
+        step: Step,
         memory: tuple[Vector, Vector],
         sampled: tuple[Numbers, Vector],
     ) -> None:
@@ -378,7 +377,7 @@ class SlabEncoder:
         loops = self.plan.loops(run)
         assert loops is not None and loops.release is not None, "`releases` has said so"
         frames = np.array([address_of(source.frame(run.frame)) for source in sources], np.int64)
-        row = loops.release(frames, run.table, self._bytes[run.frame], live, rate, *memory, *sampled)
+        row = loops.release(frames, run.table, self._bytes[run.frame], step, *memory, *sampled)
         self._encoded(run, row)
 
     def add(self, run: Run, out: PayloadMemory) -> None:

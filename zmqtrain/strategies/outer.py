@@ -34,13 +34,15 @@ class OuterOptimizer(NamedTuple):
       float32[n], a new array to be added to the parameters. The state is changed in place, the gradient is not.
       turn: True when, with this one, the contributions of a whole federation have come since the last turn (the sum of
       contributions / live nodes over the releases has reached 1); every part of one gradient is given the same.
-    rate: of an optimizer with the step rate * gradient, one float32 product, and nothing else; None for all others.
+    rate, momentum: of an optimizer that steps as `Step` of codecs/codec.py says, and does nothing else; its state is
+      `momentum`, the m there, or nothing where momentum is None. rate is None for all others.
     """
 
     name: str
     init: Callable[[int], State]
     update: Callable[[Vector, State, bool], Vector]
     rate: float | None = None
+    momentum: float | None = None
 
 
 def sgd(rate: float = 1.0) -> OuterOptimizer:
@@ -72,7 +74,7 @@ def nesterov(rate: float = 0.8, momentum: float = 0.5) -> OuterOptimizer:
     def init(count: int) -> dict[str, Vector]:
         return {"momentum": np.zeros(count, np.float32)}
 
-    return OuterOptimizer(format_spec("nesterov", {"rate": rate, "momentum": momentum}), init, update)
+    return OuterOptimizer(format_spec("nesterov", {"rate": rate, "momentum": momentum}), init, update, rate, momentum)
 
 
 def delayed_nesterov(rate: float = 0.8, momentum: float = 0.5, share: float = 0.0) -> OuterOptimizer:
