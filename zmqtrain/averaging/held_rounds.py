@@ -336,16 +336,15 @@ NORM_MARGIN = 2.0
 
 
 class _Scratch(threading.local):
-    """Memory of this thread for the sum of a part, and for what is not published of it."""
+    """Memory of this thread for the sum of a part."""
 
     def __init__(self) -> None:
-        self._arrays = np.empty((2, 0), np.float32)
+        self._values = np.empty(0, np.float32)
 
-    def take(self, count: int) -> tuple[Vector, Vector]:
-        if self._arrays.shape[1] < count:
-            self._arrays = np.empty((2, max(count, PART_VALUES)), np.float32)
-        total, rest = self._arrays
-        return total[:count], rest[:count]
+    def take(self, count: int) -> Vector:
+        if self._values.size < count:
+            self._values = np.empty(max(count, PART_VALUES), np.float32)
+        return self._values[:count]
 
 
 _scratch = _Scratch()
@@ -374,20 +373,20 @@ class OuterStep:
             return Step(self.live, rate, 0.0, _NOTHING)
         return Step(self.live, rate, momentum, self.state["momentum"][part])
 
-    def take(self, part: slice, total: Vector, parameters: Vector, published: Vector, rest: Vector) -> None:
-        """Step one part, and write what is not published of it to `rest`; spoils `total`, the part's sum.
+    def take(self, part: slice, total: Vector, parameters: Vector, published: Vector) -> None:
+        """Step one part, and write what is not published of it to `total`, the part's sum.
 
         parameters, published: of the part. Parts may be stepped in any order, from any thread, to the same bits.
         """
         step, kernels = self.in_a_pass(part), fast.kernels(total.size)
         if step is not None and kernels and is_plain(parameters) and is_plain(published):
-            kernels.step(total, *fast.arguments_of(step), parameters, published, rest)
+            kernels.step(total, *fast.arguments_of(step), parameters, published)
             return
         if self.live is not None:
             mean = mean_over_live(total, self.live, out=total)
             state = {name: array[part] for name, array in self.state.items()}
             np.add(parameters, mean if self.plain else self.outer.update(mean, state, self.turn), out=parameters)
-        np.subtract(parameters, published, out=rest)
+        np.subtract(parameters, published, out=total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,19 +549,19 @@ class EncodedRound:
             encoder.release_run(run, adding.sources, whole, (parameters, published), adding.sampled)
 
         def step_part(part: Part) -> None:
-            total, rest = _scratch.take(part.values)
             inside = slice(part.start, part.end)
             if known.in_memory:
                 total = in_memory[inside]
             else:
+                total = _scratch.take(part.values)
                 total.fill(0)
             adding.add(part, part.slabs[1:], total)
-            step.take(inside, total, parameters[inside], published[inside], rest)
-            if known.in_memory:
-                total.fill(0)
-            unpublished = PayloadMemory.flat(rest, part.start)
+            step.take(inside, total, parameters[inside], published[inside])
+            unpublished = PayloadMemory.flat(total, part.start)
             for run in encoder.plan.runs_of(part.slabs[0]):
                 encoder.encode_run(run, unpublished)
+            if known.in_memory:
+                total.fill(0)
 
         try:
             if whole is not None:

@@ -90,8 +90,8 @@ class Kernels(NamedTuple):
       way; returns how many places there are, of which k at most are written.
     signs(x, block, scales): the scales of `_encode_signs_numpy` of levels.py; returns the largest magnitude's bits.
     scatter(places int32[k], values, out, add): out[places] += values, one after the other; without add: = values.
-    step(total, live, rate, momentum, m, parameters, published, rest): the hub's step by `total`, as `Step` has it;
-      rest = parameters - published.
+    step(total, live, rate, momentum, m, parameters, published): the hub's step by `total`, as `Step` has it, and then
+      total = parameters - published.
     energy(frame, table, block, column of the first scales, column of how many values have some): of all slabs of a run,
       as `energy_of_scales` of codec.py.
     rebase(shared, own, begin, places int64[m, 4], row, params int64[leaves], anchor int64[leaves]): as `CodedSegments`,
@@ -361,7 +361,7 @@ def _compile(numba: Any) -> Kernels:
     of.put(whole(of.frame, whole, whole, whole, written), _unpack)
     of.put(whole(of.x, whole, of.scales), _signs)
     of.put(of.real(of.frame, whole, whole, whole, whole), _energy_of_scales)
-    of.put(of.void(of.x, *of.step, of.floats, of.x, of.floats), _step)
+    of.put(of.void(of.floats, *of.step, of.floats, of.x), _step)
     of.put(whole(of.table, whole, whole), _row_of)
     of.put(whole(of.table, whole, of.numbers, of.numbers, whole, of.floats), _ahead)
     of.put(whole(of.x, of.x, whole, of.table, whole, of.numbers, of.numbers), _rebase)
@@ -381,9 +381,9 @@ def _compile(numba: Any) -> Kernels:
 
 def _compile_ternary(of: _Compiler) -> TernaryLoops:
     whole, scratch, model = of.whole, (of.floats, of.units, of.bytes), (of.table, of.numbers, of.numbers)
-    of.put(of.void(of.frame, whole, of.frame, whole, whole, whole, whole, of.floats, of.flag), _write_digits)
+    of.put(of.void(of.frame, whole, of.frame, whole, whole, whole, whole, of.floats, whole), _write_digits)
     of.put(of.void(of.bytes, whole, of.bytes), _pack_digits)
-    of.put(whole(of.x, whole, of.bytes, whole, of.units, of.bytes), _ternary_blocks)
+    of.put(whole(of.x, whole, of.bytes, whole, of.units, of.bytes, whole, whole), _ternary_blocks)
     return TernaryLoops(
         of.jit(whole(of.numbers, of.table, whole, of.frames, of.bytes, *model, of.floats, *scratch), _ternary),
         of.jit(of.void(of.frame, of.table, of.numbers, whole, of.flag), _write_ternary),
@@ -498,23 +498,25 @@ def _ternary(
         for begin in range(0, slabs * slab, slab):
             for start in range(0, slab, piece):
                 size, scales_at, here = min(piece, slab - start), scales_first + start // block * 2, begin + start
-                x = rest[:size]
+                x, ours, behind = rest[:size], 0, 0
                 if given:
-                    for i in range(here + AHEAD_VALUES, here + AHEAD_VALUES + size, _LINE_VALUES):
-                        _fetch(values, i)
-                    source = values[here : here + size]
+                    source, ours = values[here : here + size], addresses[row] + 4 * (here + size)
                     for i in range(size):
                         x[i] = source[i]
                 else:
                     at = _ahead(places, at, params, anchor, table[row, 0] + here, x)
-                if sent.shape[0]:
+                    following = 4 * (places[at, 3] + table[row, 0] + here + size - places[at, 0])
+                    ours, behind = params[places[at, 2]] + following, anchor[places[at, 2]] + following
+                if sent.shape[0] == 1:
+                    _write_digits(sent[0], first, sent[0], scales_at, width, start, block, x, -1)
+                elif sent.shape[0]:
                     less = known[:size]
                     for one in range(sent.shape[0]):
-                        _write_digits(sent[one], first, sent[one], scales_at, width, start, block, less, one > 0)
+                        _write_digits(sent[one], first, sent[one], scales_at, width, start, block, less, min(one, 1))
                     for i in range(size):
                         x[i] -= less[i]
-                largest = _ternary_blocks(x, block, frame, scales_at, units, digits[start : start + size])
-                if largest >= _INFINITY and spoiled < 0:
+                into = digits[start : start + size]
+                if _ternary_blocks(x, block, frame, scales_at, units, into, ours, behind) >= _INFINITY and spoiled < 0:
                     spoiled = row
             _pack_digits(digits, slab, frame[first : first + width])
             first += stride
@@ -569,13 +571,15 @@ def _release_ternary(
                     sent = _octets(frames[one], frame.size)
                     for i in range(sampled, after):
                         samples[0, one, i] = rest[places[i] - here]
-                    _write_digits(sent, first, sent, scales_at, width, start, block, rest, True)
+                    _write_digits(sent, first, sent, scales_at, width, start, block, rest, 1)
                     for i in range(sampled, after):
                         samples[1, one, i] = rest[places[i] - here]
                 sampled = after
                 mine, theirs = parameters[here : here + size], published[here : here + size]
-                _step(rest, live, rate, momentum, m[here : here + size], mine, theirs, rest)
-                if _ternary_blocks(rest, block, frame, scales_at, units, digits[start : start + size]) >= _INFINITY:
+                _step(rest, live, rate, momentum, m[here : here + size], mine, theirs)
+                ours, behind = parameters.ctypes.data + 4 * (here + size), published.ctypes.data + 4 * (here + size)
+                into = digits[start : start + size]
+                if _ternary_blocks(rest, block, frame, scales_at, units, into, ours, behind) >= _INFINITY:
                     spoiled = row if spoiled < 0 else spoiled
             _pack_digits(digits, slab, frame[first : first + width])
             first += stride
@@ -583,10 +587,18 @@ def _release_ternary(
     return spoiled
 
 
-def _ternary_blocks(x: Any, block: int, frame: Any, scales_at: int, units: Any, digits: Any) -> int:
-    """Write the digits of whole blocks, and their scales; return the largest magnitude's bits."""
+def _ternary_blocks(
+    x: Any, block: int, frame: Any, scales_at: int, units: Any, digits: Any, ours: int, behind: int
+) -> int:
+    """Write the digits of whole blocks, and their scales; return the largest magnitude's bits. ours, behind: where the
+    values begin that are read next, which are asked for meanwhile, block by block; 0: nowhere."""
     worst = 0
     for start in range(0, x.size, block):
+        for i in range(start, start + block, _LINE_VALUES):
+            if ours:
+                _fetch(_floats(ours, 0), i)
+            if behind:
+                _fetch(_floats(behind, 0), i)
         values, target = x[start : start + block], digits[start : start + block]
         size, patterns = values.size, values.view(np.int32)
         largest = np.int32(0)
@@ -624,13 +636,13 @@ def _write_ternary(frame: Any, table: Any, addresses: Any, block: int, add: bool
         first, scales_first, width = table[row, _DIGITS], table[row, SCALES], (slab + 4) // 5
         out = _floats(addresses[row], slabs * slab)
         for begin in range(0, out.size, slab):
-            _write_digits(frame, first, frame, scales_first, width, 0, block, out[begin : begin + slab], add)
+            _write_digits(frame, first, frame, scales_first, width, 0, block, out[begin : begin + slab], int(add))
             first += stride
             scales_first += stride
 
 
 def _write_ternary_slab(packed: Any, scales: Any, out: Any, block: int, add: bool) -> None:
-    _write_digits(packed, 0, scales, 0, (out.size + 4) // 5, 0, block, out, add)
+    _write_digits(packed, 0, scales, 0, (out.size + 4) // 5, 0, block, out, int(add))
 
 
 def _check_ternary(frame: Any, table: Any, block: int, largest_byte: int, largest_scale: int) -> int:
@@ -656,14 +668,16 @@ def _check_ternary(frame: Any, table: Any, block: int, largest_byte: int, larges
 
 
 def _write_digits(
-    packed: Any, first: int, scales: Any, scales_at: int, width: int, start: int, block: int, out: Any, add: bool
+    packed: Any, first: int, scales: Any, scales_at: int, width: int, start: int, block: int, out: Any, add: int
 ) -> None:
     """Decode a slab's values from `start` on, where a block begins, into `out`. first: the slab's first byte in
-    `packed`.  scales_at: the byte of that block's scale."""
+    `packed`.  scales_at: the byte of that block's scale.  add: 1 adds, -1 subtracts, 0 writes."""
     three, one = np.uint32(3), np.int16(1)
     plane, place, left = start // width, first + start % width, width - start % width
     for begin in range(0, out.size, block):
         scale = np.int32((int(scales[scales_at]) | int(scales[scales_at + 1]) << 8) << 16).view(np.float32)
+        if add < 0:
+            scale = -scale
         scales_at += 2
         done, end = begin, min(begin + block, out.size)
         while done < end:  # a block may reach into the next plane
@@ -1032,7 +1046,6 @@ def _step(
     m: Any,
     parameters: Any,
     published: Any,
-    rest: Any,
 ) -> None:
     if m.size:
         for i in range(total.size):
@@ -1041,12 +1054,12 @@ def _step(
             m[i] = moved
             new = parameters[i] + np.float32(np.float32(np.float32(moved * momentum) + gradient) * rate)
             parameters[i] = new
-            rest[i] = new - published[i]
+            total[i] = new - published[i]
     else:
         for i in range(total.size):
             new = parameters[i] + np.float32(np.float32(total[i] / live) * rate)
             parameters[i] = new
-            rest[i] = new - published[i]
+            total[i] = new - published[i]
 
 
 def _row_of(places: Any, row: int, value: int) -> int:
@@ -1110,9 +1123,9 @@ def _rebase_ternary(
         for begin in range(table[row, 0], table[row, 0] + slabs * slab, slab):
             for start in range(0, slab, piece):
                 size, scales_at = min(piece, slab - start), scales_first + start // block * 2
-                _write_digits(frame, first, frame, scales_at, width, start, block, shared[:size], False)
+                _write_digits(frame, first, frame, scales_at, width, start, block, shared[:size], 0)
                 if own.size:
-                    _write_digits(own, first, own, scales_at, width, start, block, known[:size], False)
+                    _write_digits(own, first, own, scales_at, width, start, block, known[:size], 0)
                 at = _rebase(shared[:size], known[: size if own.size else 0], begin + start, places, at, params, anchor)
             first += stride
             scales_first += stride
