@@ -13,7 +13,7 @@ from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.types import Version, number_of
 from zmqtrain.protocol.messages import Report, Roster
 
-LOSS_SECONDS = 0.1
+LOSS_SECONDS = 0.5
 """A device's loss is read at most this often: each read copies one value to the host."""
 
 

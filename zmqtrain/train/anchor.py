@@ -114,7 +114,8 @@ def moves_of(
 
 def is_spread(leaves: Sequence[Any]) -> bool:
     """Return whether these arrays live on more than one device, taken together."""
-    return len({device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.sharding.device_set}) > 1
+    shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)}
+    return len({device for sharding in shardings for device in sharding.device_set}) > 1
 
 
 def _replaced(leaves: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
@@ -122,6 +123,8 @@ def _replaced(leaves: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
 
 
 # ---------------------------------------------------------------------- on one device
+
+_FLOAT32 = np.dtype(np.float32)
 
 LARGEST_LOOPED = 2**31
 """A leaf with more values than an index of 32 bits can count is gathered and scattered everywhere."""
@@ -225,7 +228,7 @@ class DeviceMoves:
 
     def _rebases(self, ours: Leaves, fragment: int) -> bool:
         """Return whether what is encoded can be decoded onto these leaves."""
-        plain = all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in ours)
+        plain = all(isinstance(leaf, jax.Array) and leaf.dtype == _FLOAT32 for leaf in ours)
         return bool(ours) and plain and _on_processor(ours) and in_place.is_possible()
 
     def _rebase(

@@ -22,7 +22,7 @@ import numpy as np
 
 from zmqtrain.core.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
 from zmqtrain.core.interfaces import Agrees, Closes, Describes, Exchange, Keeps, OffersTogether, PinnedSegments
-from zmqtrain.core.types import Array, ModelSpec, Update, Version, describe_mismatch, number_of
+from zmqtrain.core.types import Array, ExchangeState, ModelSpec, Update, Version, describe_mismatch, number_of
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.contributions import ContributionTracker, Drain, SyncSchedule
 from zmqtrain.train.first_step import FirstStep
@@ -67,6 +67,21 @@ class Adoption(NamedTuple):
     """This node has another's parameters. optimizer_state: None if it did not come with them."""
 
     optimizer_state: Sequence[Array] | None
+
+
+class _Given:
+    """What a step was given. leaves: None until somebody flattens it, or has others in their place: most steps touch
+    none of them, and return what they were given."""
+
+    def __init__(self, params: Any, flatten: Callable[[Any], list[Any]]) -> None:
+        self._params, self._flatten = params, flatten
+        self.leaves: list[Any] | None = None
+
+    def flatten(self) -> list[Any]:
+        """Return the leaves of now. Raises ModelMismatch where they are not those of the run."""
+        if self.leaves is None:
+            self.leaves = self._flatten(self._params)
+        return self.leaves
 
 
 class DelayedSync:
@@ -152,7 +167,7 @@ class DelayedSync:
         self._adoption = Adoption(update.optimizer_state) if update is not None and self._adopted else None
         self._moves.warm_up(leaves, self._anchor)
         self._tracker, self._schedule = ContributionTracker(self.settings.shards), SyncSchedule(exchange)
-        self._held_seconds = self._held_before = 0.0
+        self._held_seconds = self._held_before = self._held_each = 0.0
         self._held: deque[float] = deque(maxlen=HELD_KEPT)  # of the newest exchanges
         self._score_before: Any = None
         self._recent: deque[Any] = deque(maxlen=self.settings.apart_steps)
@@ -233,37 +248,40 @@ class DelayedSync:
         any other loop calls `finish(params)`.
         """
         self._check_open("step")
-        leaves = self._flatten(params)
+        given, state_now = _Given(params, self._flatten), self.exchange.state()
+        if not self.steps:
+            given.flatten()  # a loop that gives another tree hears it at its first step
         samples = _check_figures(score, samples)
-        self._check_stopped(params, samples)
+        self._check_stopped(state_now, params, samples)
         self._last = None  # before more memory is needed
         if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
             self._score_before.block_until_ready()
         self._score_before = score
         began = self._clock.monotonic()
         if self._first_step is not None:
-            self._tell_first_step(leaves, score, self._first_step)
+            self._tell_first_step(given.flatten(), score, self._first_step)
         self._tracker.made_steps(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
-            leaves = jax.tree.leaves(self.params)
+            given.leaves = jax.tree.leaves(self.params)
             self._tracker.forget_unsent()
         if self._untaken:  # likewise, before it had those of its checkpoint
-            leaves = jax.tree.leaves(self.start)
+            given.leaves = jax.tree.leaves(self.start)
         self._own = None
-        leaves = self._apply_due(leaves)
+        if self.settings.waits or self.exchange.peek() is not None:
+            given.leaves = self._apply_due(given.flatten())
+            state_now = self.exchange.state()
         self._schedule.follow()
-        state_now = self.exchange.state()
         if state_now.wanted and self.exchange.population is not None:
-            self.exchange.population.lend(_to_host(leaves), optimizer_state())
+            self.exchange.population.lend(_to_host(given.flatten()), optimizer_state())
             self._tracker.forget_unsent()  # what has been computed so far is in what others begin with
         if score is not None:
             self._tracker.scored(score)
             self._recent.append(score)
         is_apart = self.settings.initial == "own" and self.settings.elastic == 1 and not state_now.founded
         if is_apart and self._adoption is None and self.steps % self.settings.apart_steps == 0:
-            self._compare(leaves)
+            self._compare(given.flatten())
         if is_due := self._schedule.is_due(self.steps):
-            leaves = self._offer(leaves)
+            given.leaves = self._offer(given.flatten())
             self._schedule.offered(self.steps)
         self.exchange.report(
             step=self.steps,
@@ -271,15 +289,15 @@ class DelayedSync:
             loss=float("nan") if score is None else score,
             age_steps=float(self._tracker.ages[-1]) if self._tracker.ages else float("nan"),
             offers_refused=self._tracker.refused,
-            held_seconds=statistics.median(self._held) if self._held else 0.0,
+            held_seconds=self._held_each,
         )
-        result: Params = jax.tree.unflatten(self._tree, leaves)
+        result: Params = params if given.leaves is None else jax.tree.unflatten(self._tree, given.leaves)
         if self._keeping is not None and self._keeping.is_due():
             self.save(result, state)
         self._held_seconds += self._clock.monotonic() - began
         if is_due:
             self._held.append(self._held_seconds - self._held_before)
-            self._held_before = self._held_seconds
+            self._held_before, self._held_each = self._held_seconds, statistics.median(self._held)
         if self._keeps_last:
             self._last = result
         return result
@@ -386,9 +404,9 @@ class DelayedSync:
         else:
             self.finish(self._last)
 
-    def _check_stopped(self, params: Any, samples: int) -> None:
+    def _check_stopped(self, state: ExchangeState, params: Any, samples: int) -> None:
         """Raise RunStopped if an operator has ended the run; nothing has changed by it, and `finish` may be called."""
-        if not self.exchange.state().stopped:
+        if not state.stopped:
             return
         if not (self._adopted or self._untaken):
             self._tracker.made_steps(1, samples)
