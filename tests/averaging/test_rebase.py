@@ -107,13 +107,25 @@ def test_the_bits_are_those_of_decoding_first(codec, fragments, own):
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_the_anchor_goes_and_parameters_stay_unless_they_are_donated(donate):
+def test_the_anchor_is_changed_in_its_place_and_parameters_stay_unless_they_are_donated(donate):
     twin = Twin("ternary", 1, True, donate=donate)
-    params, anchor = twin.params, twin.anchor
+    params, places = twin.params, [leaf.unsafe_buffer_pointer() for leaf in jax.block_until_ready([*twin.anchor])]
     twin.offer(0, 0, seed=1)
     twin.apply(twin.update((0,)))
     assert [leaf.is_deleted() for leaf in params] == [donate] * len(MODEL)
-    assert all(leaf.is_deleted() for leaf in anchor)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.block_until_ready([*twin.anchor])] == places
+
+
+def test_fragments_that_come_together_are_decoded_in_one_program(monkeypatch):
+    twins, programs = [Twin("ternary", 3, stays) for stays in (True, False)], []
+    hand_over = in_place._Jobs.hand_over
+    monkeypatch.setattr(in_place._Jobs, "hand_over", lambda *given: programs.append(1) or hand_over(*given))
+    for twin in twins:
+        for fragment in range(3):
+            twin.offer(fragment, fragment, seed=fragment)
+        twin.apply(twin.update((0, 2), (0, 1, 2), (20, 21, 22)))
+    assert len(programs) == 2  # the anchor is handed over, and then the work on both
+    assert twins[0].bits() == twins[1].bits()
 
 
 def test_nothing_as_large_as_the_model_is_decoded(monkeypatch):
@@ -174,7 +186,7 @@ def test_it_is_compiled_before_the_first_update(caplog):
     jax.block_until_ready((twin.params, twin.anchor))
     twin.moves.warm_up(twin.params, twin.anchor)
     with jax.log_compiles():
-        pinned = Pinned(*(list(leaves) for leaves in (twin.params, twin.anchor)), np.zeros((0, 4), np.int64), (), list)
+        pinned = Pinned([*twin.params], twin.anchor, range(len(MODEL)), np.zeros((0, 4), np.int64), (), list)
         pinned.pin()
         assert list(pinned) == []
         twin.apply(update)

@@ -97,6 +97,55 @@ def test_it_waits_for_those_who_read_the_leaves():
     assert (float(changed[0][0]), seen) == (3, [1])
 
 
+def add_one_to(address):
+    values = in_place.values_at(int(address), 1 << 16)
+    values += 1
+
+
+def test_kept_arrays_stay_where_they_are_and_are_changed_in_the_order_of_the_work():
+    kept, seen = in_place.Kept([jnp.ones(1 << 16), jnp.zeros(1 << 16)]), []
+    places = [pointer_of(leaf) for leaf in kept]
+    leaves = [jnp.zeros(1 << 16)]
+    for _ in range(3):
+        leaves = kept.work_on(leaves, lambda ours, theirs: (add_one_to(ours[0]), add_one_to(theirs[1])), donate=True)
+        seen.append(kept[1] * 1)  # an array like any other, after the work so far and before what comes
+    assert [float(one[0]) for one in seen] == [1, 2, 3]
+    assert [float(leaf[0]) for leaf in (*leaves, *kept)] == [3, 1, 3]
+    assert [pointer_of(leaf) for leaf in kept] == places
+
+
+def test_nobody_changes_kept_arrays_that_somebody_looks_at():
+    kept, may_read, seen = in_place.Kept([jnp.ones(1 << 16)]), threading.Event(), []
+
+    def read(ours, theirs):
+        assert may_read.wait(60)
+        seen.extend(float(in_place.values_at(int(each[0]), 1)[0]) for each in (ours, theirs))
+
+    kept.look_at([jnp.zeros(1 << 16)], read)
+    changed = kept.work_on([jnp.zeros(1 << 16)], lambda _, theirs: add_one_to(theirs[0]), donate=False)
+    assert not changed[0].is_ready()
+    may_read.set()
+    assert (float(kept[0][0]), seen) == (2, [0, 1])
+
+
+def test_a_view_of_a_kept_array_keeps_its_values():
+    kept = in_place.Kept([jnp.ones(1 << 16)])
+    view = np.asarray(kept[0])
+    with jax.transfer_guard("disallow"):
+        kept.work_on([], lambda _, theirs: add_one_to(theirs[0]), donate=True)
+    assert float(kept[0][0]) == 2
+    assert (view == 1).all()
+
+
+def test_kept_arrays_have_the_error_of_work_that_failed():
+    kept = in_place.Kept([jnp.ones(1 << 16)])
+    kept.work_on([], lambda *_: [][0], donate=True)
+    leaves = kept.work_on([jnp.zeros(1)], lambda *_: pytest.fail("it was done"), donate=True)
+    for array in (leaves[0], kept[0]):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="IndexError"):
+            array.block_until_ready()
+
+
 def test_denormals_are_what_they_are_anywhere_else():
     tiny = np.array([1.5e-38, -1.4e-38], np.float32)
     seen = []

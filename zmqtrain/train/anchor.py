@@ -57,38 +57,41 @@ Leaves = list[jax.Array]
 Segments = Mapping[int, Sequence[Array]]
 """By fragment, the segments of the leaves that it touches."""
 
+Anchor = Any
+"""What `place` gave or a move returned: a sequence of leaves, in order. A move uses up the one before."""
+
 Vector = NDArray[np.float32]
 Numbers = NDArray[np.int64]
 
 
 class Moves(Protocol):
-    """The moves of the one equation, for the model of one node. An anchor is what `place` gave or a move returned."""
+    """The moves of the one equation, for the model of one node."""
 
-    def place(self, leaves: Sequence[Array]) -> list[Any]:
+    def place(self, leaves: Sequence[Array]) -> Anchor:
         """Return an anchor of these values: a float32 copy of every leaf."""
 
-    def parameters(self, anchor: Sequence[Any]) -> Leaves:
+    def parameters(self, anchor: Anchor) -> Leaves:
         """Return parameters of the anchor's values: in the dtypes, and on the devices, with which the node joined."""
 
-    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
+    def settle(self, params: Leaves, anchor: Anchor) -> Anchor:
         """Return the anchor where these parameters are, should a step have moved them. Raises ModelMismatch."""
 
-    def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
+    def warm_up(self, params: Leaves, anchor: Anchor) -> None:
         """Compile all that an exchange needs, so that no exchange delays training. Nothing is moved."""
 
-    def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
+    def pending(self, params: Leaves, anchor: Anchor, fragment: int, *, whole: bool = False) -> list[Array]:
         """Return the elastic share of params - anchor of one fragment, or the `whole` of it: a flat float32 segment per
         leaf."""
 
     def offered(
-        self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False
+        self, params: Leaves, anchor: Anchor, fragment: int, *, whole: bool = False
     ) -> Sequence[Array] | PinnedSegments:
         """Return what is to be offered: as `pending`, or the leaves, to be pinned."""
 
-    def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
+    def apply(self, params: Leaves, anchor: Anchor, aggregate: Segments, own: Segments) -> tuple[Leaves, Anchor]:
         """Return params + D(U) - D(u) and anchor + D(U). The anchor is used up."""
 
-    def adopt(self, params: Leaves, anchor: list[Any], new: Sequence[Array], own: Segments) -> tuple[Leaves, list[Any]]:
+    def adopt(self, params: Leaves, anchor: Anchor, new: Sequence[Array], own: Segments) -> tuple[Leaves, Anchor]:
         """Return new + (params - anchor - D(u)) and a copy of the new anchor: what is pending stays pending."""
 
 
@@ -152,13 +155,13 @@ class DeviceMoves:
         self._move = jax.jit(self._both, static_argnums=4, donate_argnums=used_up)
         self._replace = jax.jit(self._adopt, donate_argnums=used_up)
 
-    def place(self, leaves: Sequence[Array]) -> list[Any]:
-        return [jnp.array(leaf, jnp.float32) for leaf in leaves]
+    def place(self, leaves: Sequence[Array]) -> Sequence[Any]:
+        return self._kept([jnp.array(leaf, jnp.float32) for leaf in leaves])
 
-    def parameters(self, anchor: Sequence[Any]) -> Leaves:
+    def parameters(self, anchor: Anchor) -> Leaves:
         return [jnp.array(leaf, dtype) for leaf, dtype in zip(anchor, self._dtypes, strict=True)]
 
-    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
+    def settle(self, params: Leaves, anchor: Anchor) -> Anchor:
         if is_spread(params):
             raise ModelMismatch(
                 "the parameters joined the run on one device and now lie on several: spread them (jax.device_put with "
@@ -166,14 +169,14 @@ class DeviceMoves:
             )
         return anchor
 
-    def warm_up(self, params: Leaves, anchor: Leaves) -> None:
+    def warm_up(self, params: Leaves, anchor: Anchor) -> None:
         for fragment in range(self.layout.fragments):
             ours, shared = self._touched(params, fragment), self._touched(anchor, fragment)
             for share in {1.0, self.elastic}:
                 pending = self._pending.lower(ours, shared, fragment, share)
                 pending.compile()
-            if self._pins(ours, fragment):
-                in_place.compile_for(ours, shared, donate=self.donate)
+            if isinstance(anchor, in_place.Kept) and self._rebases(ours):
+                anchor.compile_for(ours, donate=self.donate)
             segments: Any = [
                 jax.ShapeDtypeStruct(segment.shape, segment.dtype, sharding=_tied_to(leaf))  # type: ignore[no-untyped-call]
                 for segment, leaf in zip(pending.out_info, ours, strict=True)
@@ -183,7 +186,7 @@ class DeviceMoves:
             for own in (segments, None):
                 self._move.lower(ours, shared, segments, own, fragment).compile()
 
-    def pending(self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False) -> list[jax.Array]:
+    def pending(self, params: Leaves, anchor: Anchor, fragment: int, *, whole: bool = False) -> list[jax.Array]:
         share = 1.0 if whole else self.elastic
         result: Leaves = self._pending(
             self._touched(params, fragment), self._touched(anchor, fragment), fragment, share
@@ -191,56 +194,72 @@ class DeviceMoves:
         return result
 
     def offered(
-        self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False
+        self, params: Leaves, anchor: Anchor, fragment: int, *, whole: bool = False
     ) -> Sequence[Array] | PinnedSegments:
         """See Moves. Of few values `pending` costs less than two threads that meet."""
         ours, counts = self._touched(params, fragment), self.layout.counts(fragment)
-        if not ((whole or self.elastic == 1) and self._pins(ours, fragment)):
+        if not (isinstance(anchor, in_place.Kept) and self._rebases(ours)):
             return self.pending(params, anchor, fragment, whole=whole)
 
         def compute() -> Sequence[Array]:
             return self.pending(params, anchor, fragment, whole=whole)
 
-        return Pinned(ours, self._touched(anchor, fragment), self._places_of(fragment), counts, compute)
+        return Pinned(ours, anchor, self.layout.leaves(fragment), self._places_of(fragment), counts, compute)
 
-    def apply(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
-        """See Moves. Fragment by fragment, and each by one compiled function, with an own part or without: whatever
-        mixture of fragments and own parts an update holds, nothing is compiled that was compiled before (a fragment of
-        109 leaves takes about a second). An own part that comes without an aggregate, as none does by itself, meets
-        zeros there. Segments that lie in one memory are given to a processor as one array: as 218 they took longer than
-        the sums of a small model.
+    def apply(self, params: Leaves, anchor: Anchor, aggregate: Segments, own: Segments) -> tuple[Leaves, Anchor]:
+        """See Moves. What is encoded is decoded onto a kept anchor, all fragments of an update in one program.
+
+        Anything else goes fragment by fragment, and each by one compiled function, with an own part or without:
+        whatever mixture of fragments and own parts an update holds, nothing is compiled that was compiled before (a
+        fragment of 109 leaves takes about a second). An own part that comes without an aggregate, as none does by
+        itself, meets zeros there. Segments that lie in one memory are given to a processor as one array: as 218 they
+        took longer than the sums of a small model.
         """
-        for fragment in sorted({*aggregate, *own}):
+        fragments = sorted({*aggregate, *own})
+        if isinstance(anchor, in_place.Kept) and self._rebases(params):
+            coded = [f for f in fragments if _are_coded(aggregate.get(f), own.get(f))]
+            params = self._rebase(params, anchor, aggregate, own, coded)
+            fragments = [f for f in fragments if f not in coded]
+        moved = list(anchor) if fragments else []
+        for fragment in fragments:
             touched = self.layout.leaves(fragment)
-            ours, behind = self._touched(params, fragment), self._touched(anchor, fragment)
-            shared, mine = aggregate.get(fragment), own.get(fragment)
-            if isinstance(shared, CodedSegments) and shared.rebases_with(mine) and self._rebases(ours, fragment):
-                forward, behind = self._rebase(ours, behind, shared, mine, fragment)
-            else:
-                forward, behind = self._move(ours, behind, *self._given(ours, shared, mine, fragment), fragment)
+            ours, behind = self._touched(params, fragment), self._touched(moved, fragment)
+            given = self._given(ours, aggregate.get(fragment), own.get(fragment), fragment)
+            forward, behind = self._move(ours, behind, *given, fragment)
             params = _replaced(params, dict(zip(touched, forward, strict=True)))
-            anchor = _replaced(anchor, dict(zip(touched, behind, strict=True)))
-        return list(params), anchor
+            moved = _replaced(moved, dict(zip(touched, behind, strict=True)))
+        return list(params), self._kept(moved) if fragments else anchor
 
-    def _pins(self, ours: Leaves, fragment: int) -> bool:
-        """Return whether a fragment of these leaves is large enough to be pinned, and can be."""
-        return sum(self.layout.counts(fragment)) >= LEAST_PINNED and self._rebases(ours, fragment)
+    def _kept(self, anchor: Leaves) -> Sequence[Any]:
+        """Return the anchor as what it is kept in: where a processor has it, and all fragments are large enough to be
+        pinned, its memory stays where it is."""
+        fragments = range(self.layout.fragments)
+        is_large = self.elastic == 1 and all(sum(self.layout.counts(f)) >= LEAST_PINNED for f in fragments)
+        return in_place.Kept(anchor) if is_large and self._rebases(anchor) else anchor
 
-    def _rebases(self, ours: Leaves, fragment: int) -> bool:
+    def _rebases(self, leaves: Sequence[Any]) -> bool:
         """Return whether what is encoded can be decoded onto these leaves."""
-        plain = all(isinstance(leaf, jax.Array) and leaf.dtype == _FLOAT32 for leaf in ours)
-        return bool(ours) and plain and _on_processor(ours) and in_place.is_possible()
+        plain = all(isinstance(leaf, jax.Array) and leaf.dtype == _FLOAT32 for leaf in leaves)
+        return bool(leaves) and plain and _on_processor(leaves) and in_place.is_possible()
 
     def _rebase(
-        self, ours: Leaves, behind: Leaves, shared: CodedSegments, own: Sequence[Array] | None, fragment: int
-    ) -> tuple[Leaves, Leaves]:
-        assert own is None or isinstance(own, CodedSegments), "or it could not be taken"
-        places, leaves = self._places_of(fragment), len(behind)
+        self, params: Leaves, anchor: in_place.Kept, aggregate: Segments, own: Segments, fragments: Sequence[int]
+    ) -> Leaves:
+        """Decode fragments that are encoded onto the leaves that they touch, one after the other."""
+        touched = sorted({leaf for fragment in fragments for leaf in self.layout.leaves(fragment)})
+        if not touched:
+            return params
 
-        def rebase(addresses: Numbers) -> None:
-            shared.rebase(own, places, addresses[leaves:], addresses[:leaves])
+        def rebase(ours: Numbers, behind: Numbers) -> None:
+            for fragment in fragments:
+                leaves, (shared, mine) = list(self.layout.leaves(fragment)), (aggregate[fragment], own.get(fragment))
+                assert isinstance(shared, CodedSegments), "or it could not be taken"
+                assert mine is None or isinstance(mine, CodedSegments), "or it could not be taken"
+                forward = ours[np.searchsorted(touched, leaves)]
+                shared.rebase(mine, self._places_of(fragment), forward, behind[leaves])
 
-        return in_place.work_on(ours, behind, rebase, donate=self.donate)
+        forward = anchor.work_on([params[leaf] for leaf in touched], rebase, donate=self.donate)
+        return _replaced(params, dict(zip(touched, forward, strict=True)))
 
     def _joined_size(self, ours: Leaves, fragment: int) -> int | None:
         """Return how many values the one memory has in which a processor is given a fragment's segments; None: they are
@@ -264,13 +283,13 @@ class DeviceMoves:
             shared = [np.zeros(count, np.float32) for count in counts]
         return given(shared, counts), None if own is None else given(own, counts)
 
-    def adopt(self, params: Leaves, anchor: Leaves, new: Sequence[Any], own: Segments) -> tuple[Leaves, Leaves]:
-        result: tuple[Leaves, Leaves] = self._replace(
-            params, anchor, list(new), {fragment: list(parts) for fragment, parts in own.items()}
+    def adopt(self, params: Leaves, anchor: Anchor, new: Sequence[Any], own: Segments) -> tuple[Leaves, Anchor]:
+        adopted, behind = self._replace(
+            params, list(anchor), list(new), {fragment: list(parts) for fragment, parts in own.items()}
         )
-        return result
+        return adopted, self._kept(behind)
 
-    def _touched(self, leaves: Leaves, fragment: int) -> Leaves:
+    def _touched(self, leaves: Sequence[Any], fragment: int) -> Leaves:
         return [leaves[i] for i in self.layout.leaves(fragment)]
 
     def _take(self, params: Leaves, anchor: Leaves, fragment: int, share: float) -> list[jax.Array]:
@@ -302,7 +321,12 @@ _Given = Sequence[jax.Array] | jax.Array
 """The segments of a fragment, or the memory that holds all of them."""
 
 
-def _on_processor(leaves: Leaves) -> bool:
+def _are_coded(shared: Sequence[Array] | None, own: Sequence[Array] | None) -> bool:
+    """Return whether an aggregate and an own part can be decoded onto a model as they are."""
+    return isinstance(shared, CodedSegments) and shared.rebases_with(own)
+
+
+def _on_processor(leaves: Sequence[Any]) -> bool:
     first = leaves[0] if leaves else None
     return isinstance(first, jax.Array) and all(device.platform == "cpu" for device in first.devices())
 
@@ -727,7 +751,7 @@ class SpreadLeaves:
         self._cuts: dict[tuple[int, int, tuple[Shard, ...]], Cut] = {}
         self._homes = self._homes_of([jnp.asarray(leaf) for leaf in leaves])
 
-    def parameters(self, anchor: Sequence[Any]) -> Leaves:
+    def parameters(self, anchor: Anchor) -> Leaves:
         return self._put([self._on_host(leaf) for leaf in anchor], self._homes, self._dtypes)
 
     def _homes_of(self, leaves: Leaves) -> list[Home]:
@@ -763,7 +787,7 @@ class SpreadLeaves:
         for compiled, arguments, _ in self._calls(ADD[donate], moving, [pieces], cuts):
             compiled.lower(*arguments).compile()
 
-    def _adopted(self, params: Leaves, anchor: Sequence[Any], new: Sequence[Array], own: Segments) -> Leaves:
+    def _adopted(self, params: Leaves, anchor: Anchor, new: Sequence[Array], own: Segments) -> Leaves:
         """Return new + (params - anchor - D(u)): leaf by leaf, and by the host, where `new` is."""
         adopted: Leaves = []
         for i, (leaf, known, fresh) in enumerate(zip(params, anchor, new, strict=True)):
@@ -843,7 +867,7 @@ class SpreadMoves(SpreadLeaves):
     def place(self, leaves: Sequence[Array]) -> list[Any]:
         return self._put([self._on_host(leaf) for leaf in leaves], self._homes, [jnp.float32] * len(leaves))
 
-    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
+    def settle(self, params: Leaves, anchor: Anchor) -> Anchor:
         homes, before = self._homes_of(params), self._homes
         self._homes = homes
         for i, (now, then) in enumerate(zip(homes, before, strict=True)):
@@ -851,7 +875,7 @@ class SpreadMoves(SpreadLeaves):
                 anchor[i : i + 1] = self._put([whole_leaf(anchor[i])], [now], [jnp.float32])
         return anchor
 
-    def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
+    def warm_up(self, params: Leaves, anchor: Anchor) -> None:
         for fragment in range(self.layout.fragments):
             touched = self.layout.leaves(fragment)
             for whole in {True, self.elastic == 1}:
@@ -859,16 +883,16 @@ class SpreadMoves(SpreadLeaves):
             self._compile_add(anchor, touched, fragment, True)
             self._compile_add(params, touched, fragment, self.donate)
 
-    def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
+    def pending(self, params: Leaves, anchor: Anchor, fragment: int, *, whole: bool = False) -> list[Array]:
         touched = self.layout.leaves(fragment)
         others = [stacked(anchor[i], group_of(anchor[i])) for i in touched]
         kernel = Kernel(_Ahead(1.0 if whole else self.elastic), flat=True)
         return self._segments(kernel, [params[i] for i in touched], [others], touched, fragment)
 
-    def offered(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> Sequence[Array]:
+    def offered(self, params: Leaves, anchor: Anchor, fragment: int, *, whole: bool = False) -> Sequence[Array]:
         return self.pending(params, anchor, fragment, whole=whole)
 
-    def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
+    def apply(self, params: Leaves, anchor: Anchor, aggregate: Segments, own: Segments) -> tuple[Leaves, Anchor]:
         for fragment in sorted({*aggregate, *own}):
             touched = self.layout.leaves(fragment)
             if fragment in aggregate:
@@ -877,7 +901,7 @@ class SpreadMoves(SpreadLeaves):
             params = self._add(params, step, fragment, self.donate)
         return params, anchor
 
-    def adopt(self, params: Leaves, anchor: list[Any], new: Sequence[Array], own: Segments) -> tuple[Leaves, list[Any]]:
+    def adopt(self, params: Leaves, anchor: Anchor, new: Sequence[Array], own: Segments) -> tuple[Leaves, Anchor]:
         adopted = self._adopted(params, anchor, new, own)
         del anchor[:]
         return adopted, self.place(new)
@@ -889,18 +913,18 @@ class HostMoves(SpreadLeaves):
     def place(self, leaves: Sequence[Array]) -> list[Any]:
         return [np.array(self._on_host(leaf), np.float32, order="C") for leaf in leaves]
 
-    def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
+    def settle(self, params: Leaves, anchor: Anchor) -> Anchor:
         self._homes = self._homes_of([jnp.asarray(leaf) for leaf in params])
         return anchor
 
-    def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
+    def warm_up(self, params: Leaves, anchor: Anchor) -> None:
         params = [jnp.asarray(leaf) for leaf in params]
         for fragment in range(self.layout.fragments):
             self.pending(params, anchor, fragment)
             for i in self.layout.leaves(fragment):
                 self._compile_add(params, [i], fragment, self.donate)
 
-    def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
+    def pending(self, params: Leaves, anchor: Anchor, fragment: int, *, whole: bool = False) -> list[Array]:
         """See Moves. The segments are numpy arrays; waits until they are here."""
         segments: list[Array] = []
         touched = self.layout.leaves(fragment)
@@ -911,10 +935,10 @@ class HostMoves(SpreadLeaves):
             segments.append(segment if whole or self.elastic == 1 else np.float32(self.elastic) * segment)
         return segments
 
-    def offered(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> Sequence[Array]:
+    def offered(self, params: Leaves, anchor: Anchor, fragment: int, *, whole: bool = False) -> Sequence[Array]:
         return self.pending(params, anchor, fragment, whole=whole)
 
-    def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
+    def apply(self, params: Leaves, anchor: Anchor, aggregate: Segments, own: Segments) -> tuple[Leaves, Anchor]:
         for fragment in sorted({*aggregate, *own}):
             touched = self.layout.leaves(fragment)
             for i, shared in zip(touched, aggregate.get(fragment, ()), strict=fragment in aggregate):
@@ -925,7 +949,7 @@ class HostMoves(SpreadLeaves):
                 params[i].block_until_ready()  # or all that is sent would be on the device at once
         return params, anchor
 
-    def adopt(self, params: Leaves, anchor: list[Any], new: Sequence[Array], own: Segments) -> tuple[Leaves, list[Any]]:
+    def adopt(self, params: Leaves, anchor: Anchor, new: Sequence[Array], own: Segments) -> tuple[Leaves, Anchor]:
         return self._adopted(params, anchor, new, own), self.place(new)
 
     def _take(self, leaf: Array, index: int, fragment: int) -> Array:

@@ -21,7 +21,7 @@ import contextlib
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
@@ -37,6 +37,8 @@ Leaves = list[jax.Array]
 Addresses = NDArray[np.int64]
 Work = Callable[[Addresses], object]
 """Given where the values of each array begin in memory: float32, in C order."""
+WorkBeside = Callable[[Addresses, Addresses], object]
+"""Given the same, and where those of arrays begin that are `Kept`."""
 
 _TARGET = "zmqtrain_work_on"
 _DEAR = 8192
@@ -51,6 +53,8 @@ with contextlib.suppress(OSError):
 # XLA_FFI_ExecutionStage, XLA_FFI_Extension_Type, XLA_FFI_Error_Code
 _EXECUTE, _METADATA, _INTERNAL = 3, 1, 13
 _API_MAJOR, _API_MINOR = 0, 1
+
+_TOKEN = np.zeros(1, np.float32)
 
 _Head: list[tuple[str, Any]] = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
 
@@ -188,6 +192,65 @@ def work_on(leaves: Leaves, spent: Leaves, work: Work, *, donate: bool) -> tuple
     return made[len(spent) :], made[: len(spent)]
 
 
+class Kept(Sequence[jax.Array]):
+    """Arrays that stay where they are while work changes them, one piece of work after the other.
+
+    A program that is handed an array and gives it back takes some µs for it, and ten times that with cold caches. So
+    one small array, the *token*, stands for all of these: who works on them is handed the token, and XLA keeps the
+    order. Who takes them from the sequence has ordinary arrays, in their turn; the next work is handed all again.
+
+    arrays: float32, on one processor, of nobody else.  Not to be used by two threads.
+    """
+
+    def __init__(self, arrays: Leaves) -> None:
+        self._arrays = arrays
+        self._token: jax.Array | None = None
+        self._addresses: Addresses = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._token is not None:
+            _, (_, *self._arrays) = work_on([], [self._token, *self._arrays], _nothing, donate=True)
+            self._token = None
+        return self._arrays[index]
+
+    def work_on(self, leaves: Leaves, work: WorkBeside, *, donate: bool) -> Leaves:
+        """As `work_on` does for the leaves; the work may change these arrays too."""
+
+        def both(addresses: Addresses) -> None:
+            work(addresses[1:], self._addresses)
+
+        made, (self._token,) = work_on(leaves, [self._held()], both, donate=donate)
+        return made
+
+    def look_at(self, leaves: Leaves, look: WorkBeside) -> jax.Array:
+        """As `look_at` does for the leaves; nobody changes these arrays either, before `look` has returned."""
+        return look_at([*leaves, self._held()], lambda addresses: look(addresses[:-1], self._addresses))
+
+    def compile_for(self, leaves: Leaves, *, donate: bool) -> None:
+        """Compile what the methods need for arrays like these leaves. Nothing is done."""
+        number = np.array(0, np.int32)
+        _program(donate).lower([_TOKEN], leaves, number).compile()
+        _program(True).lower([_TOKEN, *self], [], number).compile()
+        _looking.lower([*leaves, _TOKEN], number).compile()
+
+    def _held(self) -> jax.Array:
+        if self._token is None:
+            with jax.transfer_guard_host_to_device("allow"):
+                token = jnp.array(_TOKEN)
+            _, (self._token, *self._arrays) = work_on([], [token, *self._arrays], self._note, donate=True)
+        return self._token
+
+    def _note(self, addresses: Addresses) -> None:
+        self._addresses = addresses[1:]
+
+
+def _nothing(addresses: Addresses) -> None:
+    """Arrays only take their turn."""
+
+
 def look_at(leaves: Leaves, look: Work) -> jax.Array:
     """Have `look` called soon after with the addresses of the leaves, where it must not write; return what is ready
     once it has been, or never will be.
@@ -200,13 +263,6 @@ def look_at(leaves: Leaves, look: Work) -> jax.Array:
         return [done], done
 
     return _jobs.hand_over(look, call)[0]
-
-
-def compile_for(leaves: Leaves, spent: Leaves, *, donate: bool) -> None:
-    """Compile what `work_on` and `look_at` need for arrays like these. Nothing is done."""
-    number = np.array(0, np.int32)
-    _program(donate).lower(spent, leaves, number).compile()
-    _looking.lower([*leaves, *spent], number).compile()
 
 
 @lru_cache(maxsize=1)

@@ -34,23 +34,26 @@ Addresses = NDArray[np.int64]
 class Pinned(PinnedSegments):
     """See PinnedSegments.
 
-    params, anchor: the leaves that the fragment touches, float32, on one processor.  places: the table of
-    `CodedSegments`.  counts: values of each segment.  compute: gives the segments as XLA computes them.
+    params: the leaves that the fragment touches, float32, on one processor.  anchor: of the whole model.  touched:
+    which of its leaves those are.  places: the table of `CodedSegments`.  counts: values of each segment.  compute:
+    gives the segments as XLA computes them.
     """
 
     def __init__(
         self,
         params: list[Any],
-        anchor: list[Any],
+        anchor: in_place.Kept,
+        touched: Sequence[int],
         places: NDArray[np.int64],
         counts: Sequence[int],
         compute: Callable[[], Sequence[Array]],
     ) -> None:
-        self._leaves, self._number, self._places, self._counts = [*params, *anchor], len(params), places, counts
+        self._params, self._anchor, self._touched = params, anchor, list(touched)
+        self._places, self._counts = places, counts
         self._compute: Callable[[], Sequence[Array]] | None = compute
         self._owner = threading.get_ident()
         self._changed = threading.Condition()
-        self._at_hand: Addresses | None = None
+        self._at_hand: tuple[Addresses, Addresses] | None = None
         self._has_reader = self._is_declined = False
         self._segments: Sequence[Array] | None = None
         self._done: Any = None
@@ -58,12 +61,12 @@ class Pinned(PinnedSegments):
     # ------------------------------------------------------------------ training thread
 
     def pin(self) -> None:
-        leaves, self._leaves, self._compute = self._leaves, [], None
-        self._change(done=in_place.look_at(leaves, self._show))
+        params, self._params, self._compute = self._params, [], None
+        self._change(done=self._anchor.look_at(params, self._show))
 
     def settle(self) -> None:
         if self._compute is not None:
-            compute, self._leaves, self._compute = self._compute, [], None
+            compute, self._params, self._compute = self._compute, [], None
             self._change(segments=compute())
 
     def _change(self, **changes: Any) -> None:
@@ -74,27 +77,26 @@ class Pinned(PinnedSegments):
 
     # ------------------------------------------------------------------ thread of XLA's
 
-    def _show(self, addresses: Addresses) -> None:
+    def _show(self, params: Addresses, anchor: Addresses) -> None:
         with self._changed:
-            self._at_hand = addresses
+            self._at_hand = params, anchor[self._touched]
             self._changed.notify_all()
             try:
                 self._changed.wait_for(lambda: self._has_reader or self._is_declined, PATIENCE_SECONDS)
                 if not self._has_reader:
-                    self._copy(addresses)
+                    self._copy(*self._at_hand)
             finally:  # also of a thread that is interrupted: once it has returned, XLA writes there
                 while self._has_reader and self._at_hand is not None:
                     self._changed.wait()
                 self._at_hand = None
                 self._changed.notify_all()
 
-    def _copy(self, addresses: Addresses) -> None:
+    def _copy(self, params: Addresses, anchor: Addresses) -> None:
         copied = JoinedSegments(np.empty(joined_places(self._counts)[1], np.float32), self._counts)
         ends = np.cumsum(self._counts)
         for at, count, leaf, start in self._places.tolist():
             inside = at - (ends[leaf] - self._counts[leaf])
-            each = (int(addresses[number]) + 4 * start for number in (leaf, self._number + leaf))
-            ours, behind = (in_place.values_at(address, count) for address in each)
+            ours, behind = (in_place.values_at(int(each[leaf]) + 4 * start, count) for each in (params, anchor))
             np.subtract(ours, behind, out=copied[leaf][inside : inside + count])
         self._segments, self._at_hand = copied, None
         self._changed.notify_all()
@@ -107,13 +109,13 @@ class Pinned(PinnedSegments):
             self._wait()
             if self._at_hand is None:
                 return None
-            addresses, self._has_reader = self._at_hand, True
+            (params, anchor), self._has_reader = self._at_hand, True
             self._changed.notify_all()
         try:
-            return work(self._places, addresses[: self._number], addresses[self._number :])
+            return work(self._places, params, anchor)
         except BaseException:
             with self._changed:
-                self._copy(addresses)  # for the error, which names the leaf
+                self._copy(params, anchor)  # for the error, which names the leaf
             raise
         finally:
             self._change(at_hand=None)

@@ -486,10 +486,15 @@ class DelayedSync:
         return sequence
 
     def _apply_due(self, leaves: list[Any]) -> list[Any]:
+        steps: list[Update] = []  # of several fragments, which are applied together
         while (update := self.exchange.peek()) and self._tracker.is_due(update.landed, self._schedule.delay):
             taken = self.exchange.poll()
             assert taken is update
-            leaves = self._apply(leaves, update)
+            if steps and not _go_together(steps, update):
+                leaves, steps = self._apply(leaves, *steps), []
+            steps.append(update)
+        if steps:
+            leaves = self._apply(leaves, *steps)
         return self._await_due(leaves) if self.settings.waits else leaves
 
     def _await_due(self, leaves: list[Any]) -> list[Any]:
@@ -512,7 +517,8 @@ class DelayedSync:
             return False
         return strict or self._tracker.shard_of(sequence) not in self.exchange.state().unreachable
 
-    def _apply(self, leaves: list[Any], update: Update) -> list[Any]:
+    def _apply(self, leaves: list[Any], update: Update, *others: Update) -> list[Any]:
+        """Apply an update, and others that go with it (`_go_together`)."""
         self._anchor = self._moves.settle(leaves, self._anchor)
         if update.reset and update.version < 0 and self._declines(leaves, update):
             return leaves
@@ -530,8 +536,12 @@ class DelayedSync:
             new = whole_leaves(self._model, update.anchor, self._anchor)
             leaves, self._anchor = self._moves.adopt(leaves, self._anchor, new, update.own)
         else:
-            leaves, self._anchor = self._moves.apply(leaves, self._anchor, update.aggregate, update.own)
-        self._tracker.landed(update.landed)
+            updates = (update, *others)
+            aggregate = {fragment: parts for one in updates for fragment, parts in one.aggregate.items()}
+            own = {fragment: parts for one in updates for fragment, parts in one.own.items()}
+            leaves, self._anchor = self._moves.apply(leaves, self._anchor, aggregate, own)
+        for one in (update, *others):
+            self._tracker.landed(one.landed)
         return leaves
 
     def _declines(self, leaves: list[Any], update: Update) -> bool:
@@ -614,6 +624,14 @@ def pack_loop(
     trees, arrays = pack_trees({"params": params, "anchor": anchor, "state": state})
     facts = {"trees": trees, "account": tracker.to_plain(), "rhythm": schedule.to_plain(), "adopted": adopted}
     return facts, arrays
+
+
+def _go_together(steps: Sequence[Update], update: Update) -> bool:
+    """Return whether an update is a step of other fragments than these steps."""
+    each = [*steps, update]
+    fragments = [fragment for one in each for fragment in {*one.aggregate, *one.own}]
+    is_step = all(one.anchor is None and not (one.reset or one.keep) for one in each)
+    return is_step and len(fragments) == len(set(fragments))
 
 
 def _is_deleted(score: Any) -> bool:
