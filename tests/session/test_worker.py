@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 
-from zmqtrain.session.environment import NICENESS, Worker
+from zmqtrain.core.priority import NICENESS
+from zmqtrain.session.environment import Worker
 
 WAIT = 30.0
 

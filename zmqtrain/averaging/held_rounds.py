@@ -41,6 +41,7 @@ from zmqtrain.codecs.payload import (
     plan_parts,
 )
 from zmqtrain.core.errors import CodecError
+from zmqtrain.core.priority import follow
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Version
 from zmqtrain.protocol.effects import Contribution
@@ -75,7 +76,7 @@ def idle_cores() -> int:
 @lru_cache(maxsize=1)
 def _helpers(process: int) -> ThreadPoolExecutor:
     """Return the threads that all slabs of a process share; threads do not survive a fork."""
-    return ThreadPoolExecutor(MOST_THREADS - 1, "zmqtrain-slabs")
+    return ThreadPoolExecutor(MOST_THREADS - 1, "zmqtrain-slabs", initializer=follow)
 
 
 class SlabThreads:

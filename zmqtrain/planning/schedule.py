@@ -28,11 +28,11 @@ from zmqtrain.codecs.base import Coding, coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import plan_payload
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.priority import NICENESS
 from zmqtrain.core.settings import require
 from zmqtrain.core.types import LeafSpec, ModelSpec
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Message, Publish
-from zmqtrain.session.environment import NICENESS
 
 DENSITIES = (
     *(0.1, 0.08, 0.065, 0.05, 0.04, 0.03, 0.025, 0.02, 0.015, 0.0125),

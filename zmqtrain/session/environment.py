@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -28,15 +26,13 @@ from typing import Any, Generic, TypeVar
 
 from zmqtrain.core.errors import CodecError, ZmqTrainError
 from zmqtrain.core.interfaces import Channel, Clock, Environment, Executor, JobOwner, LoopThread
+from zmqtrain.core.priority import stand_back
 from zmqtrain.core.types import PeerId
 from zmqtrain.transport.key_folder import Access
 from zmqtrain.transport.zmq_channels import DealerChannel
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 5
-"""A worker is nicer by this than the thread that made it, so that training, heartbeats and sockets go first where cores
-are short: it has a third of its weight at a core."""
 MOST_JOBS = 1 << 17
 """More than all that peers may have open at once: two for each of the most publishes of the most members."""
 CLOSE_SECONDS = 60.0
@@ -80,7 +76,7 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        _lower_priority()
+        stand_back()
         while (job := self._jobs.get()) is not None:
             began = time.thread_time()
             try:
@@ -90,15 +86,6 @@ class Worker:
             finally:
                 self.seconds += time.thread_time() - began
             del job  # with what it holds, while there is no other
-
-
-def _lower_priority() -> None:
-    """Make this thread nicer, if that is allowed. Only Linux does that to a thread; elsewhere it would be the whole
-    process."""
-    if sys.platform == "linux":
-        this = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, this, min(19, os.getpriority(os.PRIO_PROCESS, this) + NICENESS))
 
 
 class RealEnvironment:

@@ -31,6 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.core.priority import follow
+
 logger = logging.getLogger(__name__)
 
 Leaves = list[jax.Array]
@@ -312,11 +314,11 @@ def _handle(address: int) -> int | None:
             return None
     if frame.stage != _EXECUTE:
         return None
+    follow()  # this thread, from now on
     try:
-        buffers = (ctypes.c_void_p * frame.arguments.size).from_address(frame.arguments.buffers)
-        *addresses, number = [_Address.from_address(buffer + _Buffer.data.offset).value or 0 for buffer in buffers]
+        addresses = _addresses_of(frame.arguments)
         with _usual_arithmetic():
-            _jobs.run(ctypes.c_int32.from_address(number).value, np.array(addresses, np.int64))
+            _jobs.run(ctypes.c_int32.from_address(int(addresses[-1])).value, addresses[:-1])
     except BaseException as error:
         logger.exception("work on parameters failed")
         text = f"{type(error).__name__}: {error}".encode()
@@ -324,6 +326,17 @@ def _handle(address: int) -> int | None:
         created: int | None = _Api.from_address(frame.api).create_error(ctypes.byref(arguments))
         return created
     return None
+
+
+def _addresses_of(arguments: _Arguments) -> Addresses:
+    """Return where the values of each argument begin."""
+    size, place = arguments.size, _Buffer.data.offset
+    buffers = np.frombuffer((ctypes.c_int64 * size).from_address(arguments.buffers), np.int64)
+    apart = np.diff(buffers)
+    if size > 1 and (apart == apart[0]).all() and apart[0] >= ctypes.sizeof(_Buffer):  # side by side, as XLA has them
+        memory = (ctypes.c_char * int(buffers[-1] - buffers[0] + place + 8)).from_address(int(buffers[0]))
+        return np.ndarray(size, np.int64, memoryview(memory), place, (int(apart[0]),)).copy()
+    return np.array([ctypes.c_int64.from_address(buffer + place).value for buffer in buffers.tolist()], np.int64)
 
 
 @contextlib.contextmanager
