@@ -267,7 +267,7 @@ class DelayedSync:
         if self._untaken:  # likewise, before it had those of its checkpoint
             given.leaves = jax.tree.leaves(self.start)
         self._own = None
-        if self.settings.waits or self.exchange.peek() is not None:
+        if self.settings.waits or self._next_due() is not None:
             given.leaves = self._apply_due(given.flatten())
             state_now = self.exchange.state()
         self._schedule.follow()
@@ -465,6 +465,7 @@ class DelayedSync:
                 "the tree with which DelayedSync was made: the same leaves, each in its shape",
                 path,
             )
+        self._anchor = self._moves.settle(leaves, self._anchor)
         return leaves
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
@@ -476,7 +477,6 @@ class DelayedSync:
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
         self._tracker.take_back(self.exchange.state().in_flight)
-        self._anchor = self._moves.settle(leaves, self._anchor)
         segments = self._moves.offered(leaves, self._anchor, fragment, whole=dense)
         broker = fragment // self._each
         sequence = self.exchange.offer(fragment, segments, self._tracker.unsent(broker), dense=dense)
@@ -487,7 +487,7 @@ class DelayedSync:
 
     def _apply_due(self, leaves: list[Any]) -> list[Any]:
         steps: list[Update] = []  # of several fragments, which are applied together
-        while (update := self.exchange.peek()) and self._tracker.is_due(update.landed, self._schedule.delay):
+        while update := self._next_due():
             taken = self.exchange.poll()
             assert taken is update
             if steps and not _go_together(steps, update):
@@ -496,6 +496,10 @@ class DelayedSync:
         if steps:
             leaves = self._apply(leaves, *steps)
         return self._await_due(leaves) if self.settings.waits else leaves
+
+    def _next_due(self) -> Update | None:
+        update = self.exchange.peek()
+        return update if update and self._tracker.is_due(update.landed, self._schedule.delay) else None
 
     def _await_due(self, leaves: list[Any]) -> list[Any]:
         """Wait for the updates that must be applied now, except for offers that are withdrawn meanwhile, and (but in
@@ -519,7 +523,6 @@ class DelayedSync:
 
     def _apply(self, leaves: list[Any], update: Update, *others: Update) -> list[Any]:
         """Apply an update, and others that go with it (`_go_together`)."""
-        self._anchor = self._moves.settle(leaves, self._anchor)
         if update.reset and update.version < 0 and self._declines(leaves, update):
             return leaves
         if update.reset:
