@@ -117,8 +117,9 @@ def moves_of(
 
 def is_spread(leaves: Sequence[Any]) -> bool:
     """Return whether these arrays live on more than one device, taken together."""
-    shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)}
-    return len({device for sharding in shardings for device in sharding.device_set}) > 1
+    each = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
+    different = {id(sharding): sharding for sharding in each}.values()  # few objects, each of which takes long to hash
+    return len({device for sharding in different for device in sharding.device_set}) > 1
 
 
 def _replaced(leaves: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:

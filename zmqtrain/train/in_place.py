@@ -42,6 +42,9 @@ Work = Callable[[Addresses], object]
 WorkBeside = Callable[[Addresses, Addresses], object]
 """Given the same, and where those of arrays begin that are `Kept`."""
 
+HANDING_SECONDS = 0.01
+"""So long work waits at most for a thread that hands work over."""
+
 _TARGET = "zmqtrain_work_on"
 _DEAR = 8192
 """A program of fewer operations than a thousand or so runs in the caller's thread: so many are added."""
@@ -136,6 +139,7 @@ class _Jobs:
 
     def __init__(self) -> None:
         self._numbers, self._lock = count(), threading.Lock()
+        self._handing, self._by = threading.Lock(), 0  # held by the thread that hands work over
         self._waiting: dict[int, Work] = {}
         self._done: dict[int, Any] = {}
 
@@ -147,7 +151,8 @@ class _Jobs:
             number = next(self._numbers) % 2**31
             self._waiting[number] = work
         try:
-            with jax.transfer_guard_host_to_device("allow"):  # of the number
+            with self._handing, jax.transfer_guard_host_to_device("allow"):  # of the number
+                self._by = threading.get_ident()
                 arrays, done = call(np.array(number, np.int32))
         except BaseException:
             self._waiting.pop(number, None)
@@ -156,6 +161,12 @@ class _Jobs:
             if number in self._waiting:
                 self._done[number] = done
         return arrays
+
+    def wait_for_hand(self) -> None:
+        """Wait until a thread that hands work over has done so. It needs the interpreter's lock for that: in a thread
+        of XLA's that begins at once, work would take it for as long as it prepares, and training would wait."""
+        if self._by != threading.get_ident() and self._handing.acquire(timeout=HANDING_SECONDS):
+            self._handing.release()
 
     def run(self, number: int, addresses: Addresses) -> None:
         """Do what was given that number."""
@@ -314,6 +325,7 @@ def _handle(address: int) -> int | None:
             return None
     if frame.stage != _EXECUTE:
         return None
+    _jobs.wait_for_hand()
     follow()  # this thread, from now on
     try:
         addresses = _addresses_of(frame.arguments)
