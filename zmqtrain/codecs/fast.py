@@ -505,8 +505,10 @@ def _ternary(
                         x[i] = source[i]
                 else:
                     at = _ahead(places, at, params, anchor, table[row, 0] + here, x)
-                    following = 4 * (places[at, 3] + table[row, 0] + here + size - places[at, 0])
-                    ours, behind = params[places[at, 2]] + following, anchor[places[at, 2]] + following
+                    after = table[row, 0] + here + size
+                    following = _row_of(places, at, after)
+                    inside, leaf = 4 * (places[following, 3] + after - places[following, 0]), places[following, 2]
+                    ours, behind = params[leaf] + inside, anchor[leaf] + inside
                 if sent.shape[0] == 1:
                     _write_digits(sent[0], first, sent[0], scales_at, width, start, block, x, -1)
                 elif sent.shape[0]:

@@ -139,7 +139,7 @@ class _Jobs:
 
     def __init__(self) -> None:
         self._numbers, self._lock = count(), threading.Lock()
-        self._handing, self._by = threading.Lock(), 0  # held by the thread that hands work over
+        self._handed, self._by = threading.Lock(), 0  # the first is held while the newest work is handed over
         self._waiting: dict[int, Work] = {}
         self._done: dict[int, Any] = {}
 
@@ -151,8 +151,8 @@ class _Jobs:
             number = next(self._numbers) % 2**31
             self._waiting[number] = work
         try:
-            with self._handing, jax.transfer_guard_host_to_device("allow"):  # of the number
-                self._by = threading.get_ident()
+            self._handed, self._by = threading.Lock(), threading.get_ident()
+            with self._handed, jax.transfer_guard_host_to_device("allow"):  # of the number
                 arrays, done = call(np.array(number, np.int32))
         except BaseException:
             self._waiting.pop(number, None)
@@ -165,8 +165,9 @@ class _Jobs:
     def wait_for_hand(self) -> None:
         """Wait until a thread that hands work over has done so. It needs the interpreter's lock for that: in a thread
         of XLA's that begins at once, work would take it for as long as it prepares, and training would wait."""
-        if self._by != threading.get_ident() and self._handing.acquire(timeout=HANDING_SECONDS):
-            self._handing.release()
+        handed = self._handed  # nobody will ever wait for this thread to release it
+        if self._by != threading.get_ident() and handed.acquire(timeout=HANDING_SECONDS):
+            handed.release()
 
     def run(self, number: int, addresses: Addresses) -> None:
         """Do what was given that number."""
