@@ -16,6 +16,7 @@ Rule 4: only what the package offers anybody is used.
 Columns, besides those that say what was set (per exchange, of one fragment, unless its name says otherwise):
 efficiency_of_steps: the same, over the seconds of a whole step without an exchange, its move of a matrix included.
 period_steps: steps between two aggregates applied.  model_period_steps: the same, times the fragments.
+p99_over_median: of the seconds of a step in the window.
 age_steps: of an aggregate when it is applied, from its offer (median).  mb_per_node_step: sent, 10^6 bytes.
 node_cpu_ns_per_param, hub_cpu_ns_per_param: CPU time of a node, and of the broker for one contribution, per parameter
 that is carried.  held_ms: of the training thread, in `DelayedSync.step`.  busy: of all cores, in the window.
@@ -51,6 +52,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zmqtrain.core.settings import pieces_of
 from zmqtrain.planning.plans import Wish
 from zmqtrain.planning.schedule import Schedule, payload_rate
 
@@ -72,12 +74,15 @@ PORT = 5555
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What one row measures. rate: of every port, bits per second; steps: of the window, if none is lost."""
+    """What one row measures. rate: of every port, bits per second; steps: of the window, if none is lost.
+
+    fragments: a number, of which an exchange carries one in turn; or "auto", as by default: it carries all.
+    """
 
     nodes: int = 4
     params: int = 25_000_000
     codec: str = "ternary"
-    fragments: int = 1
+    fragments: int | str = 1
     every: int = LONGEST_PERIOD_STEPS
     delay: int = LONGEST_PERIOD_STEPS // 2
     release: str = "quorum"
@@ -85,6 +90,11 @@ class Case:
     steps: int = 160
     serial: bool = False
     slow: int = 0
+
+    @property
+    def parts(self) -> int:
+        """How many fragments the model has."""
+        return pieces_of(self.params) if self.fragments == "auto" else int(self.fragments)
 
     def step_seconds(self, node: int) -> float:
         """Return how long a node's emulated step takes: the last ones are at half speed."""
@@ -112,7 +122,9 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=4, help="how many nodes (default %(default)s)")
     parser.add_argument("--params", type=float, default=25e6, help="of the model, float32 (default %(default)g)")
     parser.add_argument("--codec", default="ternary", help="up and down (default %(default)s)")
-    parser.add_argument("--fragments", type=int, nargs="+", default=[1, 4, 8], help="a row each (default 1 4 8)")
+    parser.add_argument(
+        "--fragments", type=_fragments, nargs="+", default=[1, 4, 8], help="a row each, or auto (default 1 4 8)"
+    )
     parser.add_argument("--every", type=int, help="steps between offers (default 12; 16 for one fragment)")
     parser.add_argument("--delay", type=int, help="steps from offer to application (default: half of every)")
     parser.add_argument("--release", default="quorum", help="the release rule (default %(default)s)")
@@ -123,6 +135,10 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--serial", action="store_true", help="a step begins when its parameters are ready")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
     return parser.parse_args(arguments)
+
+
+def _fragments(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def default_cases(options: argparse.Namespace) -> list[Case]:
@@ -248,7 +264,7 @@ def work_alone(row: Mapping[str, Any]) -> Work:
 def _predict(case: Case, params: int, work: Work, step_cpu_seconds: float) -> Shared:
     """Return what is expected of a case on these cores; of one with slow nodes, as if none were."""
     wish = Wish(parameters=params, nodes=case.nodes, step_seconds=STEP_SECONDS, node_bits=case.rate, hub_bits=case.rate)
-    load = load_on(wish, case.codec, case.fragments, _cores(), work)
+    load = load_on(wish, case.codec, case.parts, _cores(), work)
     return predict_on(load, work, Schedule(case.every, case.delay), _cores(), step_cpu_seconds)
 
 
@@ -269,12 +285,12 @@ def _row(
     def efficiency(node: dict[str, Any], of: str = "sleep_seconds") -> float:
         return float(node["steps"] * node[of] / node["seconds"])
 
-    carried = nodes[0]["params"] / case.fragments
+    carried = nodes[0]["params"] / case.parts
     bytes_per_second = payload_rate(case.rate)
     largest = max(
         mean(lambda n: n["bytes_sent"] / n["exchanges"]), mean(lambda n: n["bytes_received"] / n["exchanges"])
     )
-    limit = case.nodes * case.fragments * largest / bytes_per_second
+    limit = case.nodes * case.parts * largest / bytes_per_second
     exchange = statistics.median(seconds for node in nodes for seconds in node["exchange_seconds"])
     period = mean(lambda n: n["steps"] / n["exchanges"])
     alone = {name: mean(lambda n, name=name: n["alone"].get(name, 0.0)) for name in nodes[0]["alone"]}
@@ -293,6 +309,7 @@ def _row(
         "params": nodes[0]["params"],
         "codec": case.codec,
         "fragments": case.fragments,
+        "parts": case.parts,
         "every": case.every,
         "delay": case.delay,
         "release": case.release,
@@ -304,7 +321,8 @@ def _row(
         "predicted_efficiency": predicted.prediction.efficiency,
         "slow_efficiency": statistics.fmean(map(efficiency, slow)) if slow else None,
         "period_steps": period,
-        "model_period_steps": period * case.fragments,
+        "model_period_steps": period * case.parts,
+        "p99_over_median": mean(lambda n: n["p99_over_median"]),
         "age_steps": mean(lambda n: n["age_steps"]),
         "mb_per_node_step": mean(lambda n: n["bytes_sent"] / n["steps"]) / 1e6,
         "node_cpu_ns_per_param": 1e9 * mean(_own_cpu) / carried,

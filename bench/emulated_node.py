@@ -29,7 +29,7 @@ class Measured(Protocol):
     @property
     def params(self) -> int: ...
     @property
-    def fragments(self) -> int: ...
+    def parts(self) -> int: ...
     @property
     def steps(self) -> int: ...
     @property
@@ -98,7 +98,7 @@ class EmulatedNode:
         self.exchange = connect(address, f"pc-{number}")
         self.sync = DelayedSync(self.exchange, self.params, donate=True)
         self.params = self.sync.params
-        while self.sync.statistics().aggregates_applied < WARM_AGGREGATES * self.case.fragments:
+        while self.sync.statistics().aggregates_applied < WARM_AGGREGATES * self.case.parts:
             self.step()
 
     def figures(self) -> dict[str, Any]:
@@ -123,17 +123,20 @@ class EmulatedNode:
         boundary after `start` on."""
         while time.monotonic() < start:
             self.step()
-        before = self.figures()
+        before, ends = self.figures(), [time.perf_counter()]
         while time.monotonic() < (start + end) / 2:
             self.step()
+            ends.append(time.perf_counter())
         half = resident_bytes()
         while time.monotonic() < end or self.applied <= before["exchanges"]:
             self.step()
-        after = self.figures()
+            ends.append(time.perf_counter())
+        after, steps = self.figures(), sorted(end - begin for begin, end in pairwise(ends))
         at_the_end = {
             "age_steps": self.sync.statistics().age_steps,
             "rss_bytes": after["grown_bytes"],
             "rss_half_bytes": half,
+            "p99_over_median": steps[int(0.99 * (len(steps) - 1))] / statistics.median(steps),
         }
         return difference(before, after) | at_the_end
 
@@ -144,7 +147,7 @@ class EmulatedNode:
         seconds, before, used = [], self.applied, thread_seconds()
         for _ in range(EXCHANGES_TIMED):
             began, applied = time.perf_counter(), self.applied
-            while self.applied < applied + self.case.fragments:
+            while self.applied < applied + self.case.parts:
                 if not self.exchange.next_fragments() and self.exchange.peek() is None:
                     time.sleep(POLL_SECONDS)
                 else:
