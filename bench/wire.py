@@ -119,6 +119,8 @@ def main() -> None:
             except RuntimeError as error:
                 raise SystemExit(f"wire: {name}: {error}") from error
             measured[name].append(row)
+            if options.json:  # what has been measured stays, should a later run fail
+                write_json(options.json, [{"row": name} | row for name, runs in measured.items() for row in runs])
     rows = {name: _median(runs) for name, runs in measured.items()}
     print_table(
         [_line(bar, rows) for bar in _bars() if bar.rows[0] in rows] + _of_slow(rows) + _of_plan(rows),
@@ -126,14 +128,12 @@ def main() -> None:
     )
     for name, row in rows.items():
         print_table([{"": key, name: value} for key, value in row.items()], name)
-    if options.json:
-        write_json(options.json, [{"row": name} | row for name, runs in measured.items() for row in runs])
 
 
 def _median(runs: Sequence[Row]) -> Row:
     """Return a row of the median of each column that is a number."""
     return {
-        key: statistics.median(row[key] for row in runs) if isinstance(value, float) else value
+        key: statistics.median(row[key] for row in runs if key in row) if isinstance(value, float) else value
         for key, value in runs[0].items()
     }
 

@@ -148,7 +148,7 @@ rounds = st.lists(
 @given(
     rounds=rounds,
     down=st.sampled_from(DOWN),
-    outer=st.sampled_from(["sgd:rate=1", "sgd:rate=0.7", "nesterov", "nesterov:rate=0.7,momentum=0"]),
+    outer=st.sampled_from(OUTER),
 )
 def test_any_rounds_have_the_bits_of_the_sum_in_memory(machine_code, threads, rounds, down, outer):
     fast.use(machine_code)

@@ -15,7 +15,6 @@ from zmqtrain.core.types import LeafSpec, Offer
 from zmqtrain.protocol.messages import Aggregate
 from zmqtrain.train import anchor, in_place
 from zmqtrain.train.anchor import DeviceMoves, HostMoves
-from zmqtrain.train.pinned import Pinned
 
 MODEL = (
     LeafSpec("a/w", (40, 1000), "float32"),
@@ -179,16 +178,23 @@ def test_other_moves_take_the_segments_one_by_one():
     assert twins[0].bits() == twins[1].bits()
 
 
-def test_it_is_compiled_before_the_first_update(caplog):
-    twin = Twin("ternary", 2, True)
-    twin.offer(0, 0, seed=0)
-    update = twin.update((0,))
+@pytest.mark.parametrize("committed", [False, True])
+def test_it_is_compiled_before_the_first_update(committed, caplog):
+    twin = Twin("ternary", 3, True)
+    if committed:
+        twin.params = jax.device_put(twin.params, jax.devices()[0])
+        twin.anchor = twin.moves.place(twin.params)
+    for sequence in range(3):
+        twin.offer(sequence, sequence, seed=sequence)
+    updates = [twin.update((0,)), twin.update((1, 2), (1, 2), (20, 21))]
     jax.block_until_ready((twin.params, twin.anchor))
     twin.moves.warm_up(twin.params, twin.anchor)
     with jax.log_compiles():
-        pinned = Pinned([*twin.params], twin.anchor, range(len(MODEL)), np.zeros((0, 4), np.int64), (), list)
-        pinned.pin()
-        assert list(pinned) == []
-        twin.apply(update)
-        jax.block_until_ready(twin.params)
+        for update in updates:
+            for fragment in range(3):
+                offered = twin.moves.offered(twin.params, twin.anchor, fragment)
+                offered.pin()
+                assert offered.read(lambda *_: True)
+            twin.apply(update)
+        jax.block_until_ready((twin.params, list(twin.anchor)))
     assert not [record for record in caplog.records if "Finished XLA compilation" in record.getMessage()]

@@ -6,6 +6,8 @@ import os
 import sys
 import threading
 
+import pytest
+
 from zmqtrain.core.priority import NICENESS
 from zmqtrain.session.environment import Worker
 
@@ -88,3 +90,13 @@ def test_a_worker_is_nicer_than_the_thread_that_made_it_which_stays_as_it_was():
     worker.close(WAIT)
     assert theirs == [min(19, own + NICENESS) if sys.platform == "linux" else own]
     assert niceness() == own
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems know no such policy")
+def test_a_worker_takes_no_core_from_who_wakes_it():
+    own, theirs = os.sched_getscheduler(0), []
+    worker = Worker("jobs", 1, Failures())
+    worker.submit(lambda: theirs.append(os.sched_getscheduler(0)))
+    worker.close(WAIT)
+    assert theirs == [os.SCHED_BATCH if own == os.SCHED_OTHER else own]
+    assert os.sched_getscheduler(0) == own

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +146,43 @@ def test_kept_arrays_have_the_error_of_work_that_failed():
     for array in (leaves[0], kept[0]):
         with pytest.raises(jax.errors.JaxRuntimeError, match="IndexError"):
             array.block_until_ready()
+
+
+def test_work_begins_when_the_thread_that_hands_it_over_has_its_arrays(monkeypatch):
+    monkeypatch.setattr(in_place, "HANDING_SECONDS", 60)
+    order, program = [], in_place._program
+
+    def slow(donate):
+        def call(*given):
+            made = program(donate)(*given)
+            time.sleep(0.05)  # with the interpreter's lock given up: work that does not wait is done meanwhile
+            order.append("handed")
+            return made
+
+        return call
+
+    monkeypatch.setattr(in_place, "_program", slow)
+    leaves, _ = in_place.work_on([jnp.zeros(4)], [], lambda addresses: order.append("work"), donate=True)
+    jax.block_until_ready(leaves)
+    assert order == ["handed", "work"]
+
+
+def test_who_runs_the_work_in_his_own_thread_waits_for_nobody_and_stays_as_he_was(monkeypatch):
+    monkeypatch.setattr(in_place, "HANDING_SECONDS", 60)
+    monkeypatch.setattr(in_place, "follow", lambda: pytest.fail("it stood back"))
+    jobs = in_place._Jobs()
+    jobs.hand_over(lambda addresses: None, lambda number: (jobs.stand_behind(), jobs.run(int(number), ())))
+
+
+@pytest.mark.parametrize("apart", [(0, 88, 176), (0, 88, 300)], ids=["side by side", "anywhere"])
+def test_the_address_of_every_argument_is_read(apart):
+    memory = (ctypes.c_int64 * 64)()
+    places = [ctypes.addressof(memory) + place // 8 * 8 for place in apart]
+    for number, place in enumerate(places):
+        in_place._Buffer.from_address(place).data = 1000 + number
+    pointers = (ctypes.c_int64 * 3)(*places)
+    arguments = in_place._Arguments(size=3, buffers=ctypes.addressof(pointers))
+    assert in_place._addresses_of(arguments).tolist() == [1000, 1001, 1002]
 
 
 def test_denormals_are_what_they_are_anywhere_else():

@@ -53,6 +53,36 @@ def test_an_aggregate_that_is_not_due_holds_up_those_behind_it():
     assert value(run(sync, params, 2)) == 15.0
 
 
+@pytest.mark.parametrize(("fragments", "calls"), [((0, 1), 1), ((0, 0), 2)], ids=["others", "the same twice"])
+def test_updates_that_are_due_together_are_applied_in_one_move_if_they_are_of_other_fragments(
+    fragments, calls, donate, monkeypatch
+):
+    exchange = ScriptedExchange(every=8, delay=2, fragments=2)
+    model = {"w": jnp.zeros(2 * 4096)}  # a block of each fragment
+    sync, moves = DelayedSync(exchange, model, donate=donate), []
+    apply = type(sync._moves).apply
+    monkeypatch.setattr(type(sync._moves), "apply", lambda *given: moves.append(given) or apply(*given))
+    params = run(sync, model, 2)
+    for fragment in fragments:
+        counts = exchange.layout.counts(fragment)
+        step = {fragment: [np.full(count, 10.0, np.float32) for count in counts]}
+        exchange.version += 1
+        exchange.landing.append(Update(exchange.version, step, {}))
+    params = run(sync, params, 1)
+    assert len(moves) == calls
+    each = [3.0 + 10.0 * fragments.count(fragment) for fragment in (0, 1)]
+    np.testing.assert_array_equal(np.asarray(params["w"])[[0, 4096]], each)
+
+
+def test_at_a_step_without_an_exchange_a_loop_has_back_what_it_gave():
+    exchange = ScriptedExchange(every=3, delay=1)
+    sync = DelayedSync(exchange, tree())
+    assert run(sync, tree(), 1) is not None
+    given = add(tree())
+    assert sync.step(given) is given
+    assert sync.step(given := add(given)) is not given  # an offer
+
+
 def test_local_progress_since_the_offer_is_kept_exactly(donate):
     exchange = ScriptedExchange(every=2, delay=2)
     sync = DelayedSync(exchange, tree(), donate=donate)

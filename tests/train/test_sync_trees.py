@@ -13,6 +13,19 @@ from zmqtrain.core.types import Part
 from zmqtrain.train.sync import DelayedSync
 
 
+class Keeping:
+    """Keeps nothing but the names of what it was given, and only when it is asked."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def is_due(self):
+        return False
+
+    def save(self, facts, arrays, wait):
+        self.kept.append(sorted(arrays))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_leaves_of_half_precision_are_exchanged_as_float32(dtype, donate):
     exchange = ScriptedExchange(every=2, delay=1)
@@ -55,6 +68,22 @@ def test_parameters_without_an_array_are_refused():
 def test_what_is_no_node_is_refused_with_an_example():
     with pytest.raises(ConfigError, match=r"takes the node that `connect` returns.*got a str"):
         DelayedSync("tcp://127.0.0.1:5555", tree())
+
+
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_another_tree_is_refused_at_the_next_exchange_and_is_never_kept(call):
+    kept = []
+    exchange = ScriptedExchange(every=3)
+    sync = DelayedSync(exchange, tree())
+    sync._keeping = Keeping(kept)
+    params = run(sync, tree(), 1)
+    other = params | {"more": jnp.zeros(2)}
+    with pytest.raises(ModelMismatch, match="not those of this node's run"):
+        if call == "save":
+            sync.save(other)
+        for _ in range(2):
+            sync.step(other)
+    assert kept == []
 
 
 @pytest.mark.parametrize("call", ["step", "finish"])

@@ -68,7 +68,7 @@ class FramePlan:
     size: int
 
 
-RUN_VALUES = 1 << 20
+RUN_VALUES = 1 << 19
 """A run has no more values, but for a single slab: enough that its call does not count, and several threads share."""
 
 

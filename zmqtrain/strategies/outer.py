@@ -34,8 +34,8 @@ class OuterOptimizer(NamedTuple):
       float32[n], a new array to be added to the parameters. The state is changed in place, the gradient is not.
       turn: True when, with this one, the contributions of a whole federation have come since the last turn (the sum of
       contributions / live nodes over the releases has reached 1); every part of one gradient is given the same.
-    rate, momentum: of an optimizer that steps as `Step` of codecs/codec.py says, and does nothing else; its state is
-      `momentum`, the m there, or nothing where momentum is None. rate is None for all others.
+    rate, momentum: of an optimizer that steps as `Step` of codecs/codec.py says: with a momentum, m is its state
+      `momentum`; where momentum is None it has no state. An optimizer that does anything else has no rate (None).
     """
 
     name: str

@@ -176,8 +176,6 @@ class DeviceMoves:
             for share in {1.0, self.elastic}:
                 pending = self._pending.lower(ours, shared, fragment, share)
                 pending.compile()
-            if isinstance(anchor, in_place.Kept) and self._rebases(ours):
-                anchor.compile_for(ours, donate=self.donate)
             segments: Any = [
                 jax.ShapeDtypeStruct(segment.shape, segment.dtype, sharding=_tied_to(leaf))  # type: ignore[no-untyped-call]
                 for segment, leaf in zip(pending.out_info, ours, strict=True)
@@ -186,6 +184,11 @@ class DeviceMoves:
                 segments = jax.ShapeDtypeStruct((size,), jnp.float32)  # type: ignore[no-untyped-call]
             for own in (segments, None):
                 self._move.lower(ours, shared, segments, own, fragment).compile()
+        if isinstance(anchor, in_place.Kept):
+            numbers = {self.layout.leaves(fragment) for fragment in range(self.layout.fragments)}
+            numbers.add(tuple(range(len(params))))  # of several fragments together
+            each = [[params[leaf] for leaf in some] for some in sorted(numbers)]
+            anchor.compile_for([leaves for leaves in each if self._rebases(leaves)], donate=self.donate)
 
     def pending(self, params: Leaves, anchor: Anchor, fragment: int, *, whole: bool = False) -> list[jax.Array]:
         share = 1.0 if whole else self.elastic
@@ -208,7 +211,8 @@ class DeviceMoves:
         return Pinned(ours, anchor, self.layout.leaves(fragment), self._places_of(fragment), counts, compute)
 
     def apply(self, params: Leaves, anchor: Anchor, aggregate: Segments, own: Segments) -> tuple[Leaves, Anchor]:
-        """See Moves. What is encoded is decoded onto a kept anchor, all fragments of an update in one program.
+        """See Moves. What is encoded is decoded onto a kept anchor; where parameters are donated, several fragments in
+        one program, of all leaves.
 
         Anything else goes fragment by fragment, and each by one compiled function, with an own part or without:
         whatever mixture of fragments and own parts an update holds, nothing is compiled that was compiled before (a
@@ -217,9 +221,14 @@ class DeviceMoves:
         took longer than the sums of a small model.
         """
         fragments = sorted({*aggregate, *own})
-        if isinstance(anchor, in_place.Kept) and self._rebases(params):
+        if isinstance(anchor, in_place.Kept):
             coded = [f for f in fragments if _are_coded(aggregate.get(f), own.get(f))]
-            params = self._rebase(params, anchor, aggregate, own, coded)
+            coded = [f for f in coded if self._rebases(self._touched(params, f))]
+            if len(coded) > 1 and self.donate and self._rebases(params):
+                params = self._rebase(params, anchor, aggregate, own, coded, range(len(params)))
+            else:
+                for fragment in coded:
+                    params = self._rebase(params, anchor, aggregate, own, [fragment], self.layout.leaves(fragment))
             fragments = [f for f in fragments if f not in coded]
         moved = list(anchor) if fragments else []
         for fragment in fragments:
@@ -244,23 +253,27 @@ class DeviceMoves:
         return bool(leaves) and plain and _on_processor(leaves) and in_place.is_possible()
 
     def _rebase(
-        self, params: Leaves, anchor: in_place.Kept, aggregate: Segments, own: Segments, fragments: Sequence[int]
+        self,
+        params: Leaves,
+        anchor: in_place.Kept,
+        aggregate: Segments,
+        own: Segments,
+        fragments: Sequence[int],
+        handed: Sequence[int],
     ) -> Leaves:
-        """Decode fragments that are encoded onto the leaves that they touch, one after the other."""
-        touched = sorted({leaf for fragment in fragments for leaf in self.layout.leaves(fragment)})
-        if not touched:
-            return params
+        """Decode fragments that are encoded onto their leaves, one after the other. handed: the numbers of leaves that
+        hold all of these, rising: each set of leaves is a program of its own."""
 
         def rebase(ours: Numbers, behind: Numbers) -> None:
             for fragment in fragments:
                 leaves, (shared, mine) = list(self.layout.leaves(fragment)), (aggregate[fragment], own.get(fragment))
                 assert isinstance(shared, CodedSegments), "or it could not be taken"
                 assert mine is None or isinstance(mine, CodedSegments), "or it could not be taken"
-                forward = ours[np.searchsorted(touched, leaves)]
+                forward = ours[np.searchsorted(handed, leaves)]
                 shared.rebase(mine, self._places_of(fragment), forward, behind[leaves])
 
-        forward = anchor.work_on([params[leaf] for leaf in touched], rebase, donate=self.donate)
-        return _replaced(params, dict(zip(touched, forward, strict=True)))
+        forward = anchor.work_on([params[leaf] for leaf in handed], rebase, donate=self.donate)
+        return _replaced(params, dict(zip(handed, forward, strict=True)))
 
     def _joined_size(self, ours: Leaves, fragment: int) -> int | None:
         """Return how many values the one memory has in which a processor is given a fragment's segments; None: they are

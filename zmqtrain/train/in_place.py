@@ -40,7 +40,7 @@ Addresses = NDArray[np.int64]
 Work = Callable[[Addresses], object]
 """Given where the values of each array begin in memory: float32, in C order."""
 WorkBeside = Callable[[Addresses, Addresses], object]
-"""Given the same, and where those of arrays begin that are `Kept`."""
+"""Given the same, and then where the values of each array begin that is `Kept`."""
 
 HANDING_SECONDS = 0.01
 """So long work waits at most for a thread that hands work over."""
@@ -58,8 +58,6 @@ with contextlib.suppress(OSError):
 # XLA_FFI_ExecutionStage, XLA_FFI_Extension_Type, XLA_FFI_Error_Code
 _EXECUTE, _METADATA, _INTERNAL = 3, 1, 13
 _API_MAJOR, _API_MINOR = 0, 1
-
-_TOKEN = np.zeros(1, np.float32)
 
 _Head: list[tuple[str, Any]] = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
 
@@ -151,8 +149,8 @@ class _Jobs:
             number = next(self._numbers) % 2**31
             self._waiting[number] = work
         try:
-            self._handed, self._by = threading.Lock(), threading.get_ident()
-            with self._handed, jax.transfer_guard_host_to_device("allow"):  # of the number
+            with (handed := threading.Lock()), jax.transfer_guard_host_to_device("allow"):  # of the number
+                self._handed, self._by = handed, threading.get_ident()
                 arrays, done = call(np.array(number, np.int32))
         except BaseException:
             self._waiting.pop(number, None)
@@ -162,12 +160,18 @@ class _Jobs:
                 self._done[number] = done
         return arrays
 
-    def wait_for_hand(self) -> None:
-        """Wait until a thread that hands work over has done so. It needs the interpreter's lock for that: in a thread
-        of XLA's that begins at once, work would take it for as long as it prepares, and training would wait."""
+    def stand_behind(self) -> None:
+        """Let the thread that hands work over go first, now and at a core: not where XLA runs the work in that thread.
+
+        It needs the interpreter's lock to go on: in a thread of XLA's that begins at once, work would take it for as
+        long as it prepares, and training would wait.
+        """
+        if self._by == threading.get_ident():
+            return
         handed = self._handed  # nobody will ever wait for this thread to release it
-        if self._by != threading.get_ident() and handed.acquire(timeout=HANDING_SECONDS):
+        if handed.acquire(timeout=HANDING_SECONDS):
             handed.release()
+        follow()
 
     def run(self, number: int, addresses: Addresses) -> None:
         """Do what was given that number."""
@@ -211,13 +215,15 @@ class Kept(Sequence[jax.Array]):
 
     A program that is handed an array and gives it back takes some µs for it, and ten times that with cold caches. So
     one small array, the *token*, stands for all of these: who works on them is handed the token, and XLA keeps the
-    order. Who takes them from the sequence has ordinary arrays, in their turn; the next work is handed all again.
+    order. Who takes them from the sequence has ordinary arrays, whose values come after the work so far; the next work
+    uses them up.
 
     arrays: float32, on one processor, of nobody else.  Not to be used by two threads.
     """
 
     def __init__(self, arrays: Leaves) -> None:
         self._arrays = arrays
+        self._home = arrays[0].sharding if arrays and arrays[0].committed else None
         self._token: jax.Array | None = None
         self._addresses: Addresses = np.empty(0, np.int64)
 
@@ -226,9 +232,16 @@ class Kept(Sequence[jax.Array]):
 
     def __getitem__(self, index: Any) -> Any:
         if self._token is not None:
-            _, (_, *self._arrays) = work_on([], [self._token, *self._arrays], _nothing, donate=True)
+            _, (_, *self._arrays) = work_on([], [self._token, *self._arrays], self._check, donate=True)
             self._token = None
         return self._arrays[index]
+
+    def block_until_ready(self) -> Kept:
+        """Wait until the work so far is done, as for an array."""
+        last: list[Any] = self._arrays if self._token is None else [self._token]
+        for array in last:
+            array.block_until_ready()
+        return self
 
     def work_on(self, leaves: Leaves, work: WorkBeside, *, donate: bool) -> Leaves:
         """As `work_on` does for the leaves; the work may change these arrays too."""
@@ -243,26 +256,31 @@ class Kept(Sequence[jax.Array]):
         """As `look_at` does for the leaves; nobody changes these arrays either, before `look` has returned."""
         return look_at([*leaves, self._held()], lambda addresses: look(addresses[:-1], self._addresses))
 
-    def compile_for(self, leaves: Leaves, *, donate: bool) -> None:
-        """Compile what the methods need for arrays like these leaves. Nothing is done."""
-        number = np.array(0, np.int32)
-        _program(donate).lower([_TOKEN], leaves, number).compile()
-        _program(True).lower([_TOKEN, *self], [], number).compile()
-        _looking.lower([*leaves, _TOKEN], number).compile()
+    def compile_for(self, each: Sequence[Leaves], *, donate: bool) -> None:
+        """Compile what the methods need for arrays like each of these leaves. Nothing is done."""
+        number, token = np.array(0, np.int32), self._make_token()
+        _program(True).lower([token, *self], [], number).compile()
+        for leaves in each:
+            _program(donate).lower([token], leaves, number).compile()
+            _looking.lower([*leaves, token], number).compile()
+
+    def _make_token(self) -> jax.Array:
+        with jax.transfer_guard_host_to_device("allow"):
+            token: jax.Array = jax.device_put(np.zeros(1, np.float32), self._home)
+        return token
 
     def _held(self) -> jax.Array:
         if self._token is None:
-            with jax.transfer_guard_host_to_device("allow"):
-                token = jnp.array(_TOKEN)
-            _, (self._token, *self._arrays) = work_on([], [token, *self._arrays], self._note, donate=True)
+            given = [self._make_token(), *self._arrays]
+            _, (self._token, *self._arrays) = work_on([], given, self._note, donate=True)
         return self._token
 
     def _note(self, addresses: Addresses) -> None:
         self._addresses = addresses[1:]
 
-
-def _nothing(addresses: Addresses) -> None:
-    """Arrays only take their turn."""
+    def _check(self, addresses: Addresses) -> None:
+        if not np.array_equal(addresses[1:], self._addresses):
+            raise RuntimeError("this jaxlib has moved arrays that were handed to nobody: report it, with its version")
 
 
 def look_at(leaves: Leaves, look: Work) -> jax.Array:
@@ -326,8 +344,7 @@ def _handle(address: int) -> int | None:
             return None
     if frame.stage != _EXECUTE:
         return None
-    _jobs.wait_for_hand()
-    follow()  # this thread, from now on
+    _jobs.stand_behind()
     try:
         addresses = _addresses_of(frame.arguments)
         with _usual_arithmetic():

@@ -69,9 +69,9 @@ class Adoption(NamedTuple):
     optimizer_state: Sequence[Array] | None
 
 
-class _Given:
-    """What a step was given. leaves: None until somebody flattens it, or has others in their place: most steps touch
-    none of them, and return what they were given."""
+class _StepParams:
+    """The parameters that a step was given. leaves: None until somebody flattens them, or has others in their place:
+    most steps touch none of them, and return what they were given."""
 
     def __init__(self, params: Any, flatten: Callable[[Any], list[Any]]) -> None:
         self._params, self._flatten = params, flatten
@@ -248,9 +248,9 @@ class DelayedSync:
         any other loop calls `finish(params)`.
         """
         self._check_open("step")
-        given, state_now = _Given(params, self._flatten), self.exchange.state()
+        given, state_now = _StepParams(params, self._flatten), self.exchange.state()
         if not self.steps:
-            given.flatten()  # a loop that gives another tree hears it at its first step
+            given.flatten()  # a loop that gives another tree hears it at once; later, when something is exchanged
         samples = _check_figures(score, samples)
         self._check_stopped(state_now, params, samples)
         self._last = None  # before more memory is needed
@@ -305,10 +305,12 @@ class DelayedSync:
     def save(self, params: Any, state: Any = (), wait: bool = False) -> None:
         """Save a checkpoint now, where the node keeps one; holds the loop for the copy of all to the host.
 
-        params, state: as for `step`.  wait: until it is written.  Raises ModelMismatch for what is no array.
+        params, state: as for `step`.  wait: until it is written.  Raises ModelMismatch for what is no array, and for
+        parameters of another tree.
         """
         if self._keeping is None or not self.exchange.state().founded:
             return
+        self._flatten(params)  # what is no tree of this run is not kept
         self._tracker.take_back(self.exchange.state().in_flight)
         anchor, adopted = jax.tree.unflatten(self._tree, self._anchor), self._adoption is not None
         self._keeping.save(*pack_loop(params, anchor, state, self._tracker, self._schedule, adopted), wait)
