@@ -6,7 +6,6 @@ import ctypes
 import subprocess
 import sys
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -150,20 +149,25 @@ def test_kept_arrays_have_the_error_of_work_that_failed():
 
 def test_work_begins_when_the_thread_that_hands_it_over_has_its_arrays(monkeypatch):
     monkeypatch.setattr(in_place, "HANDING_SECONDS", 60)
-    order, program = [], in_place._program
+    jobs, order, waits = in_place._Jobs(), [], threading.Event()
 
-    def slow(donate):
-        def call(*given):
-            made = program(donate)(*given)
-            time.sleep(0.05)  # with the interpreter's lock given up: work that does not wait is done meanwhile
-            order.append("handed")
-            return made
+    class Gate:
+        """The lock of what is handed over; says that somebody waits for it."""
 
-        return call
+        def __init__(self, lock):
+            self.release = lock.release
+            self.acquire = lambda timeout: waits.set() or lock.acquire(timeout=timeout)
 
-    monkeypatch.setattr(in_place, "_program", slow)
-    leaves, _ = in_place.work_on([jnp.zeros(4)], [], lambda addresses: order.append("work"), donate=True)
-    jax.block_until_ready(leaves)
+    def call(number):
+        jobs._handed = Gate(jobs._handed)
+        thread = threading.Thread(target=lambda: (jobs.stand_behind(), jobs.run(int(number), ())))
+        thread.start()
+        assert waits.wait(60), "the work began at once"
+        order.append("handed")
+        return [thread], None
+
+    [thread] = jobs.hand_over(lambda addresses: order.append("work"), call)
+    thread.join(60)
     assert order == ["handed", "work"]
 
 
