@@ -60,10 +60,12 @@ def test_the_scenario_has_no_row_that_is_not_held_to_the_design(table):
     assert {row for row in table if JITTER not in row[0]} == set(DESIGN)
 
 
-def test_jitter_costs_a_flushing_pipeline_ten_points_and_one_without_flush_less(table):
+def test_jitter_costs_a_pipeline_at_most_six_points(table):
+    """Ten and more while a backward pass was always preferred: a stage that was late let those after it starve."""
     flush, no_flush = ("1.04 B, bf16", 4, 32, "1f1b", "eager"), ("1.04 B, bf16", 4, 32, "2bw", "eager")
     jittery_flush, jittery = ((row[0] + JITTER, *row[1:]) for row in (flush, no_flush))
-    assert table[flush] - table[jittery_flush] == pytest.approx(0.10, abs=0.02)
+    for smooth, rough in ((flush, jittery_flush), (no_flush, jittery)):
+        assert table[smooth] - 0.06 < table[rough] < table[smooth] - 0.02
     assert table[jittery] > table[jittery_flush] + 0.04
 
 
@@ -71,7 +73,7 @@ def test_room_for_two_more_in_flight_makes_up_for_jitter(table):
     for codec in ("bf16", "int8"):
         for schedule in ("1f1b", "2bw"):
             row = (f"1.04 B, {codec}" + JITTER, 4, 32, schedule)
-            assert table[*row, "roomy"] > table[*row, "eager"] + 0.03
+            assert table[*row, "roomy"] > table[*row, "eager"] + 0.01
 
 
 def run(stages, micro_batches=8, schedule=None, link=LINK, **more):
@@ -147,13 +149,15 @@ def test_a_planned_pipeline_of_unequal_pcs_does_what_was_predicted():
 @pytest.mark.parametrize(
     ("name", "depth", "least", "most"),
     [
-        ("1f1b", "eager", 1.05, 1.14),
-        ("2bw", "eager", 1.05, 1.22),
-        ("1f1b", "roomy", 0.99, 1.01),
+        ("1f1b", "eager", 0.96, 0.99),
+        ("2bw", "eager", 0.99, 1.01),
+        ("1f1b", "roomy", 0.94, 0.96),
         ("2bw", "roomy", 0.99, 1.01),
     ],
 )
-def test_stages_that_differ_by_a_third_take_what_the_plan_says_where_there_is_room(name, depth, least, most):
+def test_stages_that_differ_by_a_third_take_no_longer_than_the_plan_says(name, depth, least, most):
+    """A step with flush takes less: the plan counts filling the stages after the slowest one, which its own forward
+    passes hide."""
     forward, carries = [0.72, 0.97, 0.73], [300_000, 460_000, 0]
     costs = [
         SegmentCost(

@@ -1,7 +1,9 @@
 """What a stage of a pipeline does next, given what has arrived (pure: no jax, no clock, no socket).
 
-Rule 1: an update that is due comes first, then a backward pass, then a forward pass if fewer than K_s micro-batches are
-in flight at this stage. There is no table of tasks: the order follows from the rule and from the arrivals.
+Rule 1: an update that is due comes first. Then backward and forward passes take turns: after a backward pass a forward
+pass is preferred, else a backward pass; where the preferred one cannot be made, the other one is. A forward pass needs
+fewer than K_s micro-batches in flight at this stage. There is no table of tasks: the order follows from the rule and
+from the arrivals. (With backward passes always preferred, a stage that is late with them lets those after it starve.)
 Rule 2: each stage makes its forward passes, and its backward passes, in the order of the micro-batches. Gradients are
 therefore summed in one order, and `gpipe` and `1f1b` have the same bits.
 Rule 3: both passes of a micro-batch use the same version of the parameters, at every stage.
@@ -36,7 +38,7 @@ NO_MICRO_BATCH = -1
 class Schedule:
     """One of the schedules. Raises ConfigError for a name that is none.
 
-    gpipe: all forward passes of a step, then all its backward passes.  1f1b: backward passes as soon as they can be.
+    gpipe: all forward passes of a step, then all its backward passes.  1f1b: backward and forward passes take turns.
     2bw: as 1f1b, but a stage begins step n + 1 while step n is in flight. The first micro-batches of step n + 1 are
     *late*: they compute without the update of step n, at every stage. The others have it. A stage holds two versions of
     its parameters.
@@ -142,6 +144,7 @@ class StageMachine:
         self._carries: set[int] = set()
         self._cotangents: set[int] = set()
         self._running: Task | None = None
+        self._prefers_forward = False
 
     # ------------------------------------------------------------------ what arrives
 
@@ -186,7 +189,12 @@ class StageMachine:
         """Begin the next task and return it; None: this stage waits. Raises LocalProtocolError if one is running."""
         if self._running is not None:
             raise LocalProtocolError(f"stage {self.stage} does one task at a time, and {self._running} is running")
-        self._running = self._due_update() or self._due_backward() or self._due_forward()
+        passes = (
+            (self._due_forward, self._due_backward)
+            if self._prefers_forward
+            else (self._due_backward, self._due_forward)
+        )
+        self._running = self._due_update() or passes[0]() or passes[1]()
         return self._running
 
     def done(self, task: Task) -> None:
@@ -194,6 +202,7 @@ class StageMachine:
         if task != self._running:
             raise LocalProtocolError(f"stage {self.stage} runs {self._running}, not {task}")
         self._running = None
+        self._prefers_forward = task.kind == "backward"
         if task.kind == "update":
             self._updates += 1
         elif task.kind == "backward":
