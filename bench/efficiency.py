@@ -15,6 +15,8 @@ Rule 4: only what the package offers anybody is used.
 
 Columns, besides those that say what was set (per exchange, of one fragment, unless its name says otherwise):
 efficiency_of_steps: the same, over the seconds of a whole step without an exchange, its move of a matrix included.
+refused: the share of the offers that were put off, because the one before had not landed.
+planned: k and d at the end of the window, where the broker plans them.
 period_steps: steps between two aggregates applied.  model_period_steps: the same, times the fragments.
 p99_over_median: of the seconds of a step in the window.
 age_steps: of an aggregate when it is applied, from its offer (median).  mb_per_node_step: sent, 10^6 bytes.
@@ -69,6 +71,7 @@ STEP_SECONDS = 0.05
 LONGEST_PERIOD_STEPS, PERIOD_STEPS = 16, 12
 """Steps between offers, unless --every says otherwise, of a whole model (as rarely as a period of 16 lets it be: two
 cores can hardly do the work of five machines at that) and of a fragment."""
+SETTLE_SECONDS = 30.0
 PORT = 5555
 
 
@@ -77,14 +80,16 @@ class Case:
     """What one row measures. rate: of every port, bits per second; steps: of the window, if none is lost.
 
     fragments: a number, of which an exchange carries one in turn; or "auto", as by default: it carries all.
+    every, delay: numbers; or both "auto", as by default: the broker plans them, and the window begins when the nodes
+    have trained for `settle_seconds`.
     """
 
     nodes: int = 4
     params: int = 25_000_000
     codec: str = "ternary"
     fragments: int | str = 1
-    every: int = LONGEST_PERIOD_STEPS
-    delay: int = LONGEST_PERIOD_STEPS // 2
+    every: int | str = LONGEST_PERIOD_STEPS
+    delay: int | str = LONGEST_PERIOD_STEPS // 2
     release: str = "quorum"
     rate: float = 1e9
     steps: int = 160
@@ -95,6 +100,11 @@ class Case:
     def parts(self) -> int:
         """How many fragments the model has."""
         return pieces_of(self.params) if self.fragments == "auto" else int(self.fragments)
+
+    @property
+    def settle_seconds(self) -> float:
+        """How long a node trains at least before the window begins: until a plan has settled."""
+        return SETTLE_SECONDS if self.every == "auto" else 0.0
 
     def step_seconds(self, node: int) -> float:
         """Return how long a node's emulated step takes: the last ones are at half speed."""
@@ -123,10 +133,12 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=25e6, help="of the model, float32 (default %(default)g)")
     parser.add_argument("--codec", default="ternary", help="up and down (default %(default)s)")
     parser.add_argument(
-        "--fragments", type=_fragments, nargs="+", default=[1, 4, 8], help="a row each, or auto (default 1 4 8)"
+        "--fragments", type=_number, nargs="+", default=[1, 4, 8], help="a row each, or auto (default 1 4 8)"
     )
-    parser.add_argument("--every", type=int, help="steps between offers (default 12; 16 for one fragment)")
-    parser.add_argument("--delay", type=int, help="steps from offer to application (default: half of every)")
+    parser.add_argument("--every", type=_number, help="steps between offers, or auto (default 12; 16 for one fragment)")
+    parser.add_argument(
+        "--delay", type=_number, help="steps from offer to application (default: half of every, or auto with it)"
+    )
     parser.add_argument("--release", default="quorum", help="the release rule (default %(default)s)")
     parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
     parser.add_argument("--steps", type=int, default=160, help="of the window (default %(default)s)")
@@ -134,10 +146,13 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--exchange", nargs="+", default=[], help="rows of nodes in lockstep, as allreduce:ring")
     parser.add_argument("--serial", action="store_true", help="a step begins when its parameters are ready")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if "auto" in (options.every, options.delay) and not options.every == "auto" == (options.delay or "auto"):
+        parser.error("--every auto --delay auto: a plan chooses both, or give a number for each")
+    return options
 
 
-def _fragments(text: str) -> int | str:
+def _number(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
@@ -153,7 +168,7 @@ def default_cases(options: argparse.Namespace) -> list[Case]:
                 codec=options.codec,
                 fragments=fragments,
                 every=every,
-                delay=max(1, every // 2) if options.delay is None else options.delay,
+                delay=_half(every) if options.delay is None else options.delay,
                 release=options.release,
                 rate=options.rate,
                 steps=options.steps,
@@ -162,6 +177,10 @@ def default_cases(options: argparse.Namespace) -> list[Case]:
             )
         )
     return cases
+
+
+def _half(every: int | str) -> int | str:
+    return every if isinstance(every, str) else max(1, every // 2)
 
 
 def _lockstep_cases(options: argparse.Namespace) -> list[lockstep.Case]:
@@ -261,11 +280,11 @@ def work_alone(row: Mapping[str, Any]) -> Work:
     return Work(**seconds, deltas=row["alone_deltas"])
 
 
-def _predict(case: Case, params: int, work: Work, step_cpu_seconds: float) -> Shared:
+def _predict(case: Case, schedule: Schedule, params: int, work: Work, step_cpu_seconds: float) -> Shared:
     """Return what is expected of a case on these cores; of one with slow nodes, as if none were."""
     wish = Wish(parameters=params, nodes=case.nodes, step_seconds=STEP_SECONDS, node_bits=case.rate, hub_bits=case.rate)
     load = load_on(wish, case.codec, case.parts, _cores(), work)
-    return predict_on(load, work, Schedule(case.every, case.delay), _cores(), step_cpu_seconds)
+    return predict_on(load, work, schedule, _cores(), step_cpu_seconds)
 
 
 def _row(
@@ -303,7 +322,9 @@ def _row(
         deltas=broker["alone"]["contributions"],
     )
     step_cpu_seconds = mean(lambda n: n["step_cpu_seconds"])
-    predicted = _predict(case, nodes[0]["params"], work, step_cpu_seconds)
+    schedule = Schedule(nodes[0]["every"], nodes[0]["delay"])
+    predicted = _predict(case, schedule, nodes[0]["params"], work, step_cpu_seconds)
+    refused = sum(n["offers_refused"] for n in nodes)
     row: dict[str, Any] = {
         "nodes": case.nodes,
         "params": nodes[0]["params"],
@@ -312,11 +333,13 @@ def _row(
         "parts": case.parts,
         "every": case.every,
         "delay": case.delay,
+        "planned": f"k = {schedule.every}, d = {schedule.delay}" if case.every == "auto" else None,
         "release": case.release,
         "serial": case.serial,
         "steps": case.steps,
         "slow": case.slow,
         "efficiency": mean(efficiency),
+        "refused": refused / (refused + sum(n["offers"] for n in nodes)),
         "efficiency_of_steps": mean(lambda n: efficiency(n, "step_seconds")),
         "predicted_efficiency": predicted.prediction.efficiency,
         "slow_efficiency": statistics.fmean(map(efficiency, slow)) if slow else None,

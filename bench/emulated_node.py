@@ -34,6 +34,8 @@ class Measured(Protocol):
     def steps(self) -> int: ...
     @property
     def serial(self) -> bool: ...
+    @property
+    def settle_seconds(self) -> float: ...
     def step_seconds(self, node: int) -> float: ...
 
 
@@ -91,14 +93,15 @@ class EmulatedNode:
         return {"params": self.count, "sleep_seconds": slept, "step_seconds": whole, "step_cpu_seconds": step_cpu}
 
     def join(self, address: str, number: int) -> None:
-        """Join the run, and train until every function is compiled and the exchange runs as it will."""
+        """Join the run, and train until every function is compiled and the exchange runs as it will; a plan of the
+        broker's has settled after `settle_seconds`."""
         from zmqtrain.node.connect import connect
         from zmqtrain.train.sync import DelayedSync
 
         self.exchange = connect(address, f"pc-{number}")
         self.sync = DelayedSync(self.exchange, self.params, donate=True)
-        self.params = self.sync.params
-        while self.sync.statistics().aggregates_applied < WARM_AGGREGATES * self.case.parts:
+        self.params, settled = self.sync.params, time.monotonic() + self.case.settle_seconds
+        while self.applied < WARM_AGGREGATES * self.case.parts or time.monotonic() < settled:
             self.step()
 
     def figures(self) -> dict[str, Any]:
@@ -108,6 +111,8 @@ class EmulatedNode:
             "steps": done.steps,
             "seconds": time.monotonic(),
             "exchanges": done.aggregates_applied,
+            "offers": done.offers,
+            "offers_refused": done.offers_refused,
             "held_seconds": done.held_seconds,
             "bytes_sent": done.bytes_sent,
             "bytes_received": done.bytes_received,
@@ -132,7 +137,10 @@ class EmulatedNode:
             self.step()
             ends.append(time.perf_counter())
         after, steps = self.figures(), sorted(end - begin for begin, end in pairwise(ends))
+        schedule = self.exchange.schedule()
         at_the_end = {
+            "every": schedule.every,
+            "delay": schedule.delay,
             "age_steps": self.sync.statistics().age_steps,
             "rss_bytes": after["grown_bytes"],
             "rss_half_bytes": half,

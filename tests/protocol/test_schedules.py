@@ -40,6 +40,7 @@ from zmqtrain.protocol.schedules import (
     LEAST_GAIN,
     LONGEST_SPEC,
     LOOK_SECONDS,
+    OfferFigures,
     Plan,
     Replanning,
     Timetable,
@@ -170,9 +171,9 @@ class Wanted:
         self.plan: Plan | None = Plan(every, delay, "because")
         self.asked = 0
 
-    def __call__(self, model: object, members: object, now: RunSettings) -> Plan | None:
+    def __call__(self, model: object, members: object, now: RunSettings, crowded: OfferFigures | None) -> Plan | None:
         self.asked += 1
-        self.held = now
+        self.held, self.crowded = now, crowded
         return self.plan
 
 

@@ -318,7 +318,7 @@ class BrokerLog:
         self._log = RateLimitedLogger(logger)
         self._called: dict[PeerId, str] = {}  # names of the peers that were logged last
         self._said: dict[tuple[str, PeerId], None] = {}  # what was logged of a node, and is logged once
-        self._worse = False
+        self._worse = self._is_crowded = False
 
     def other_version(self, peer: PeerId, error: ProtocolVersionError) -> None:
         """A process of another protocol version came: it is told so. Logged once for each peer."""
@@ -389,6 +389,7 @@ class BrokerLog:
     def reported(self, peer: PeerId, report: Report) -> None:
         """A node has reported; data, a first step or units that do not fit the run are logged once for each node."""
         self._compare_data(peer, report)
+        self._crowded()
         member = self._hub.members.get(peer)
         if member is None:
             return
@@ -407,6 +408,18 @@ class BrokerLog:
                 "`for batch in node.batches(batches_of)` takes them"
             )
             self._log.warning(text, self._name(peer), self._hub.units.ledger.total)
+
+    def _crowded(self) -> None:
+        """Offers are put off: log it once where k or d is configured, and too small."""
+        told = self._hub.crowded
+        fitting = [f"--{name} {told[f'fitting_{name}']}" for name in ("every", "delay") if f"fitting_{name}" in told]
+        if fitting and not self._is_crowded:
+            text = (
+                "%.0f %% of the offers are put off, because those before had not landed: an exchange takes longer than "
+                "the configured k and d leave it. %s would fit; or leave both out, and the broker chooses them"
+            )
+            logger.warning(text, 100 * float(told["put_off"]), " and ".join(fitting))
+        self._is_crowded = bool(fitting)
 
     def _compare_data(self, peer: PeerId, report: Report) -> None:
         if not report.data or report.data == self._hub.data or not self._is_first("other data", peer):

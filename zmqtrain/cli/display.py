@@ -233,6 +233,7 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         f"{quarantined} quarantined" if quarantined else "",
         f"{_counted(refused, 'delta')} refused" if refused else "",
         f"{format_count(turned_away)} turned away at its port in the last minute" if turned_away else "",
+        put_off(roster),
         full_disk(roster),
         f"term {term}" if (term := _count(hub, "term")) else "",
         f"standby {standby}" if (standby := _word(hub, "standby")) else "",
@@ -242,6 +243,16 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     scores = f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else ""
     gain = roster_gain(roster)
     return " · ".join(filter(None, parts)) + scores + _worse(roster) + (f"{separator}{gain}" if gain else "")
+
+
+def put_off(roster: Roster) -> str:
+    """Say that offers are put off, and which k and d would fit where they are configured; "" if they are not."""
+    share = _figure(roster.hub, "put_off")
+    if not 0 < share <= 1:
+        return ""
+    fitting = [f"--{name} {count}" for name in ("every", "delay") if (count := _count(roster.hub, f"fitting_{name}"))]
+    remedy = f": {' and '.join(fitting)} would fit, or auto" if fitting else ""
+    return f"{_percent(share)} of the offers put off, because those before had not landed{remedy}"
 
 
 def full_disk(roster: Roster) -> str:

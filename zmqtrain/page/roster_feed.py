@@ -121,6 +121,8 @@ class HubTable:
         ]
         if plan := _text(hub, "plan"):
             figures.append(("chosen for", plan))
+        if (share := figure(hub, "put_off")) > 0:
+            figures.append(("offers put off", percent(share)))
         if outer := _text(hub, "outer"):
             figures.append(("outer optimizer", outer))
         if installed := _text(hub, "software"):

@@ -32,10 +32,13 @@ from zmqtrain.planning.schedule import (
     Schedule,
     averaging_gain,
     best_option,
+    crowding,
     exchange_bytes,
+    fitting_delay,
     held_seconds,
     ideal_speedup,
     judge_option,
+    least_period,
     model_of,
     nicer_slowdown,
     payload_rate,
@@ -43,7 +46,7 @@ from zmqtrain.planning.schedule import (
 from zmqtrain.protocol.hosting import MOST_SHARDS
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.rounds import AfterCount, Immediately, release_rule_from_spec
-from zmqtrain.protocol.schedules import Plan
+from zmqtrain.protocol.schedules import OfferFigures, Plan
 from zmqtrain.train.minibatch import REFERENCE_PERCENTILE
 from zmqtrain.transport.pacing import LinkShare
 
@@ -285,7 +288,9 @@ class LoadPlanner:
         self.settings, self.share, self.meter = settings, share, meter
         self._rule = release_rule_from_spec(settings.release)
 
-    def __call__(self, model: ModelSpec, members: Sequence[Member], now: RunSettings) -> Plan | None:
+    def __call__(
+        self, model: ModelSpec, members: Sequence[Member], now: RunSettings, crowded: OfferFigures | None = None
+    ) -> Plan | None:
         """See Planner. None until a link is known that a model fills."""
         measured = [seconds for member in members if (seconds := _step_seconds(member)) > 0]
         steps = measured or [ASSUMED_STEP_SECONDS]
@@ -293,8 +298,16 @@ class LoadPlanner:
         if not (known or FLOAT_BYTES * count_values(model) < LEAST_MEASURED_BYTES):
             return None
         held = _median_seconds(one.report.held_seconds for one in members if one.report is not None)
-        load = self.loads(model, members, steps, now, held)
-        given = self.settings
+        plain, times, given = self.loads(model, members, steps, now, held), 1.0, self.settings
+        if crowded is not None:
+            then = crowded.settings
+            of_then = plain(then.codec, then.broadcast_codec)
+            age = crowded.age_steps * of_then.step_seconds
+            times = crowding(of_then, Schedule(then.every, then.delay), crowded.seconds, age)
+
+        def load(codec: str, broadcast_codec: str) -> Load:
+            return plain(codec, broadcast_codec).slower(times)
+
         ways = [(codec, broadcast) for codec in self._codecs() for broadcast in self._broadcast_codecs(codec)]
         every, delay = given.every, given.delay  # 0, -1: auto
         best = best_option(((*way, load(*way)) for way in ways), every, delay)
@@ -303,12 +316,13 @@ class LoadPlanner:
         return Plan(
             best.schedule.every,
             best.schedule.delay,
-            self._text(best, bool(measured)),
+            self._text(best, bool(measured), times),
             best.codec,
             best.broadcast_codec,
             best.outer,
             present.time / best.time,
             provisional=not measured,
+            fits=(least_period(best.load), fitting_delay(best.load)),
         )
 
     def _codecs(self) -> Sequence[str]:
@@ -319,16 +333,17 @@ class LoadPlanner:
         given = self.settings.broadcast_codec
         return [codec if given == AUTO else given]
 
-    def _text(self, option: Option, measured: bool) -> str:
+    def _text(self, option: Option, measured: bool, times: float) -> str:
         load = option.load
-        bits = 8 * load.hub_rate / PAYLOAD_SHARE / self.share.share
+        bits = 8 * times * load.hub_rate / PAYLOAD_SHARE / self.share.share
         share = 100 / option.time
+        slower = f"; an exchange takes {times:.2g} times as long as its parts, as offers showed that were put off"
         return (
             f"{load.nodes} node{'s' * (load.nodes != 1)}, {_amount(bits, 'b')}/s x {self.share.share:g}, "
             f"{_amount(load.bytes_up, 'B')} up and {_amount(load.bytes_down, 'B')} down an exchange, "
             f"step {1e3 * load.step_seconds:.3g} ms{'' if measured else ' (assumed)'}; "
             f"predicted: {share:.0f} % of the speed of a free network, and "
-            f"{option.prediction.busiest} is the limit"
+            f"{option.prediction.busiest} is the limit{slower if times > 1 else ''}"
         )
 
     def loads(

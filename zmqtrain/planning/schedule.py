@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, hypot, isfinite, log
 
@@ -152,6 +152,9 @@ OFTEN_OUTER, RARE_OUTER, RARE_TURN_STEPS = "sgd:rate=1", "nesterov:rate=0.8,mome
 CODEC_WEIGHT = 1.25**-NICENESS
 """Of a codec's thread at a core, to that of a thread that trains."""
 
+MOST_CROWDING = 16.0
+"""More than that is no crowding, but something that has stood still."""
+
 _LEAF_VALUES = 1 << 20
 _ZMQ_FRAME_BYTES = 9
 _MESSAGE_PARTS = 2
@@ -191,6 +194,16 @@ class Load:
     held_seconds: float = 0.0
     on_nodes: bool = False
     pieces: int = 0
+
+    def slower(self, times: float) -> Load:
+        """Return this load where every stage takes so many times as long."""
+        return replace(
+            self,
+            node_rate=self.node_rate / times,
+            hub_rate=self.hub_rate / times,
+            node_seconds=self.node_seconds * times,
+            hub_seconds=self.hub_seconds * times,
+        )
 
     def __post_init__(self) -> None:
         for name in ("nodes", "fragments", "shards"):
@@ -251,6 +264,21 @@ class ExchangeBytes:
 
     up: int
     down: int
+
+
+def crowding(load: Load, schedule: Schedule, seconds: float, age_seconds: float) -> float:
+    """Return how many times as long an exchange takes as its stages say, where offers are put off; at least 1.
+
+    seconds: between two exchanges then: the time of the slowest stage, or that of a whole exchange over the number that
+    may be in flight.  age_seconds: from an offer to its application (NaN: not known): no exchange takes longer.
+    Source: Little 1961, L = lambda W.
+    """
+    whole = latency_seconds(load)
+    expected = max(*stages(load).values(), whole / schedule.in_flight(load))
+    longer = seconds / expected if expected else 1.0
+    if whole and isfinite(age_seconds):
+        longer = min(longer, age_seconds / whole)
+    return min(max(1.0, longer), MOST_CROWDING)
 
 
 def payload_rate(bits_per_second: float, share: float = 1.0) -> float:
@@ -403,9 +431,14 @@ def fitting_delay(load: Load) -> int:
     return max(1, _up(USUAL_SLACK * steps) + apart)
 
 
+def least_period(load: Load) -> int:
+    """Return the smallest k at which no stage is too busy."""
+    return max(1, _up(max(stages(load).values()) / busiest_allowed(load.nodes) / load.step_seconds))
+
+
 def fitting_periods(load: Load) -> tuple[int, ...]:
     """Return the k that are worth a look: the smallest at which no stage is too busy, and multiples of it."""
-    least = max(1, _up(max(stages(load).values()) / busiest_allowed(load.nodes) / load.step_seconds))
+    least = least_period(load)
     return tuple(dict.fromkeys(max(least, round(least * factor)) for factor in PERIOD_FACTORS))
 
 

@@ -31,7 +31,7 @@ from statistics import median
 from typing import Any
 
 from zmqtrain.core.errors import CheckpointError, FramingError, RemoteProtocolError
-from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import (
     MOST_PARTS,
     ModelSpec,
@@ -224,7 +224,7 @@ class Hub:
 
         self.lease = PrimaryLease()
         self.timetable = Timetable(settings)
-        self._planner = planner if settings.is_planned else None
+        self._planner = planner
         self.replanning = Replanning(self.timetable, self._planner)
         self.shards = ShardRegistry(settings.shards)
         self.hosting: Hosting | None = None
@@ -1244,6 +1244,20 @@ class Hub:
             entry["takes_no_units"] = True
         return entry
 
+    @property
+    def crowded(self) -> dict[str, Scalar]:
+        """While offers are put off, the share of them, and which k and d would fit where a smaller one is configured."""
+        offers, given, holding = self.replanning.offers, self.settings, self.timetable.at(self.version)
+        if not offers.is_now or offers.crowded is None:
+            return {}
+        every, delay = self.replanning.fits
+        told: dict[str, Scalar] = {"put_off": offers.crowded.put_off}
+        if given.every != AUTO_EVERY and every > holding.every:
+            told["fitting_every"] = every
+        if given.delay != AUTO_DELAY and delay > holding.delay:
+            told["fitting_delay"] = delay
+        return told
+
     def roster(self, now: float) -> Roster:
         settings, worse = self.timetable.at(self.version), self.worse
         nodes = [member for member in self.members.values() if member.is_node]
@@ -1272,6 +1286,7 @@ class Hub:
                 "broadcast_codec": settings.broadcast_codec,
                 "outer": settings.outer,
                 "plan": self.plan,
+                **self.crowded,
                 **({"software": printable(software, MAX_WORDS)} if software else {}),
                 **({} if self.stopped_at is None else {"ending": True}),
                 **self.fence.dropped,

@@ -8,7 +8,9 @@ ask for another one without interruption for `HOLD_VERSIONS` and `HOLD_SECONDS`:
 hesitation of a PC costs more than it gains. A provisional plan is for the beginning, at version 0: later, as where all
 nodes come again, what holds is of measurements, and stays until there are new ones.
 Rule 3: how a plan follows from measurements is the planner's business; what is fixed in the settings stays.
-Rule 4: of several brokers the first plans. The others announce what it has announced, each at a version of its own.
+Rule 4: a plan under which offers are put off is a wrong one: what an exchange takes longer than was predicted is
+measured then, and the next plan, made at once, counts with it.
+Rule 5: of several brokers the first plans. The others announce what it has announced, each at a version of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import Any, Protocol
+from math import inf, isfinite, nan
+from statistics import median
+from typing import Any, NamedTuple, Protocol
 
 from zmqtrain.core.errors import FramingError
 from zmqtrain.core.settings import RunSettings
@@ -39,6 +42,11 @@ LOOK_SECONDS = 0.5  # between two plans, while the same nodes are here
 LONGEST_SPEC = 256
 PLANNED = ("every", "delay", "codec", "broadcast_codec", "outer")
 """The settings that a plan chooses and a schedule announces."""
+WINDOW_VERSIONS, WINDOW_SECONDS = 8, 5.0
+MOST_PUT_OFF = 0.02
+"""Offers are put off where it is so for more than this share of them in two windows that follow each other."""
+KEPT_SECONDS = 600.0
+"""So long a plan counts with what was measured while offers were put off; twice as long when it is measured again."""
 CODECS_KEPT = 8
 """A delta may be coded by this many codecs, the newest of a run: it may be older than the last change."""
 
@@ -86,6 +94,11 @@ class Timetable:
                 self._codecs.append(settings.codec)
 
     @property
+    def is_planned(self) -> bool:
+        """Whether something in it is auto."""
+        return self._given.is_planned
+
+    @property
     def newest(self) -> RunSettings:
         """The settings that hold, or will hold, last."""
         return self._entries[-1][1]
@@ -117,7 +130,8 @@ class Timetable:
 @dataclass(frozen=True)
 class Plan:
     """A planner's choice of what is auto. text: its reasons, for people. gain: how many times as fast the run reaches a
-    loss with it as with what holds, as predicted (0: not known).  provisional: it assumes what is measured soon."""
+    loss with it as with what holds, as predicted (0: not known).  provisional: it assumes what is measured soon.
+    fits: the smallest k and d with which no offer is put off, as predicted, whatever was configured."""
 
     every: int
     delay: int
@@ -127,6 +141,7 @@ class Plan:
     outer: str = ""
     gain: float = 0.0
     provisional: bool = False
+    fits: tuple[int, int] = (0, 0)
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -136,19 +151,124 @@ class Plan:
 class Planner(Protocol):
     """A pure function from what the hub knows to the settings that are auto."""
 
-    def __call__(self, model: ModelSpec, members: Sequence[Member], now: RunSettings) -> Plan | None:
-        """Return the plan for these live nodes; None while too little is known of them. now: what holds."""
+    def __call__(
+        self, model: ModelSpec, members: Sequence[Member], now: RunSettings, crowded: OfferFigures | None
+    ) -> Plan | None:
+        """Return the plan for these live nodes; None while too little is known of them. now: what holds.  crowded:
+        what was measured while offers were put off; None: they were not, or long ago."""
+
+
+class OfferFigures(NamedTuple):
+    """What a typical node's offers did in a window of time.
+
+    put_off: the share of them that was put off, because those before had not landed.  seconds: between two exchanges.
+    age_steps: from an offer to its application (NaN: not known).  settings: what held.
+    """
+
+    put_off: float
+    seconds: float
+    age_steps: float
+    settings: RunSettings
+
+    @property
+    def crowded(self) -> bool:
+        return self.put_off > MOST_PUT_OFF
+
+
+class OfferMeter:
+    """Measures whether offers are put off, and how long an exchange then takes.
+
+    Rule 1: a window is of nodes that stay, under one schedule.  Rule 2: one window may have seen a hesitation, or the
+    end of the schedule before; so two count that follow each other, and of them the shorter time of an exchange.
+    crowded: what was found last, until other nodes are here, or a schedule under which it was found has none put off,
+    or KEPT_SECONDS have passed.
+    """
+
+    def __init__(self) -> None:
+        self.crowded: OfferFigures | None = None
+        self._found_at, self._kept_seconds = 0.0, KEPT_SECONDS
+        self._begun: tuple[Version, float, tuple[Any, ...]] = (0, 0.0, ())
+        self._counts: dict[PeerId, tuple[int, int]] = {}
+        """Of each node its contributions, and its offers that were put off, when the window began."""
+        self._last: OfferFigures | None = None
+
+    @property
+    def is_now(self) -> bool:
+        """Whether offers are put off, as of the last window."""
+        return self.crowded is not None and self._last is not None and self._last.crowded
+
+    def look(
+        self, version: Version, settings: RunSettings, members: Sequence[Member], at_once: int, now: float
+    ) -> None:
+        """Count what live nodes have done. settings: what holds.  at_once: fragments that an exchange carries."""
+        counts = {one.peer: (one.contributions, one.report.offers_refused) for one in members if one.report}
+        if counts.keys() != self._counts.keys():
+            self.crowded, self._kept_seconds = None, KEPT_SECONDS
+        elif self.crowded is not None and now >= self._found_at + self._kept_seconds:
+            self.crowded, self._kept_seconds = None, 2 * self._kept_seconds
+        begun_at, since, held = self._begun
+        if counts.keys() != self._counts.keys() or held != (held := planned_of(settings)) or self._went_back(counts):
+            self._last = None
+        elif version < begun_at + WINDOW_VERSIONS or now < since + WINDOW_SECONDS:
+            return
+        else:
+            self._found(self._figures(settings, members, counts, at_once, now - since), now)
+        self._begun, self._counts = (version, now, held), counts
+
+    def _went_back(self, counts: Mapping[PeerId, tuple[int, int]]) -> bool:
+        """Whether a node has begun its counts again: its process is another one."""
+        return any(
+            now < before for peer in counts for now, before in zip(counts[peer], self._counts[peer], strict=True)
+        )
+
+    def _figures(
+        self,
+        settings: RunSettings,
+        members: Sequence[Member],
+        counts: Mapping[PeerId, tuple[int, int]],
+        at_once: int,
+        seconds: float,
+    ) -> OfferFigures | None:
+        """Return what the typical node's offers did in this window; None: nothing landed."""
+        made = [
+            (landed - self._counts[peer][0], put_off - self._counts[peer][1])
+            for peer, (landed, put_off) in counts.items()
+        ]
+        landed = median(landed for landed, _ in made) if made else 0
+        if not landed:
+            return None
+        shares = [put_off / (put_off + landed * settings.shards) for landed, put_off in made if put_off + landed]
+        ages = [one.report.age_steps for one in members if one.report and isfinite(one.report.age_steps)]
+        return OfferFigures(median(shares), seconds * at_once / landed, median(ages) if ages else nan, settings)
+
+    def _found(self, figures: OfferFigures | None, now: float) -> None:
+        before, self._last = self._last, figures
+        if figures is None or before is None or figures.crowded != before.crowded:
+            return
+        if figures.crowded:
+            self.crowded, self._found_at = min(figures, before, key=lambda one: one.seconds), now
+        elif self.crowded is not None and planned_of(self.crowded.settings) == planned_of(figures.settings):
+            self.crowded = None
+
+
+def planned_of(settings: RunSettings) -> tuple[Any, ...]:
+    """Return what a schedule has chosen, in the order of PLANNED."""
+    return tuple(getattr(settings, name) for name in PLANNED)
 
 
 class Replanning:
-    """Decides when a planner's plan is announced. text: the reasons of the last announced one."""
+    """Decides when a planner's plan is announced. text: the reasons of the last announced one.
+
+    offers: whether they are put off.  fits: the k and d of a plan with which none would be, as predicted last.
+    """
 
     def __init__(self, timetable: Timetable, planner: Planner | None) -> None:
-        self.text = ""
+        self.text, self.fits, self.offers = "", (0, 0), OfferMeter()
         self._timetable, self._planner = timetable, planner
         self._nodes: frozenset[PeerId] = frozenset()
         self._from_version: Version = -1
         self._other_since: tuple[Version, float] | None = None
+        self._crowded: OfferFigures | None = None
         self._looked_at = -inf
         self._looked_for: frozenset[PeerId] = frozenset()
 
@@ -164,12 +284,23 @@ class Replanning:
         if nodes == self._looked_for and now < self._looked_at + LOOK_SECONDS:
             return None
         self._looked_at, self._looked_for = now, nodes
-        plan = self._planner(model, members, settings)
+        self.offers.look(version, settings, members, settings.fragments_of(model) if settings.carries_all else 1, now)
+        crowded = self.offers.crowded
+        if not (self._timetable.is_planned or crowded):
+            return None
+        plan = self._planner(model, members, settings, crowded)
         if plan is None or (plan.provisional and version > 0):
+            return None
+        self.fits = plan.fits
+        if not self._timetable.is_planned:
             return None
         wanted = settings.to_dict() | {name: value for name, value in plan.chosen.items() if value != ""}
         wanted |= {"every": min(max(plan.every, 1), MOST_STEPS), "delay": min(max(plan.delay, 0), MOST_STEPS)}
-        if nodes == self._nodes and not self._holds(_is_other(settings, wanted, plan.gain), plan.gain, version, now):
+        # what was found under the schedule that holds needs no more patience: the meter has had it
+        found, self._crowded = crowded != self._crowded, crowded
+        at_once = found and crowded is not None and planned_of(crowded.settings) == planned_of(settings)
+        other = _is_other(settings, wanted, plan.gain)
+        if nodes == self._nodes and not (at_once and other) and not self._holds(other, plan.gain, version, now):
             return None
         self._nodes, self._other_since = frozenset() if plan.provisional else nodes, None
         return None if wanted == settings.to_dict() else self._announce(plan.text, version, wanted)
