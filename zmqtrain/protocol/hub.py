@@ -1246,7 +1246,7 @@ class Hub:
 
     @property
     def crowded(self) -> dict[str, Scalar]:
-        """While offers are put off, the share of them, and which k and d would fit where a smaller one is configured."""
+        """While offers are put off, their share, and which k and d would fit where smaller ones are configured."""
         offers, given, holding = self.replanning.offers, self.settings, self.timetable.at(self.version)
         if not offers.is_now or offers.crowded is None:
             return {}
