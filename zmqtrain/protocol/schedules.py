@@ -296,11 +296,11 @@ class Replanning:
             return None
         wanted = settings.to_dict() | {name: value for name, value in plan.chosen.items() if value != ""}
         wanted |= {"every": min(max(plan.every, 1), MOST_STEPS), "delay": min(max(plan.delay, 0), MOST_STEPS)}
-        # what was found under the schedule that holds needs no more patience: the meter has had it
+        # where offers are put off under what holds, another plan needs no gain, and no more patience than the meter's
         found, self._crowded = crowded != self._crowded, crowded
         at_once = found and crowded is not None and planned_of(crowded.settings) == planned_of(settings)
         other = _is_other(settings, wanted, plan.gain)
-        if nodes == self._nodes and not (at_once and other) and not self._holds(other, plan.gain, version, now):
+        if nodes == self._nodes and not at_once and not self._holds(other, plan.gain, version, now):
             return None
         self._nodes, self._other_since = frozenset() if plan.provisional else nodes, None
         return None if wanted == settings.to_dict() else self._announce(plan.text, version, wanted)
