@@ -298,15 +298,16 @@ class LoadPlanner:
         if not (known or FLOAT_BYTES * count_values(model) < LEAST_MEASURED_BYTES):
             return None
         held = _median_seconds(one.report.held_seconds for one in members if one.report is not None)
-        plain, times, given = self.loads(model, members, steps, now, held), 1.0, self.settings
+        plain, given = self.loads(model, members, steps, now, held), self.settings
+        times, seen, coded = 1.0, inf, ("", "")
         if crowded is not None:
             then = crowded.settings
-            of_then = plain(then.codec, then.broadcast_codec)
-            age = crowded.age_steps * of_then.step_seconds
-            times = crowding(of_then, Schedule(then.every, then.delay), crowded.seconds, age)
+            coded = then.codec, then.broadcast_codec
+            seen = crowded.age_steps * plain(*coded).step_seconds
+            times = crowding(plain(*coded), Schedule(then.every, then.delay), crowded.seconds, seen)
 
-        def load(codec: str, broadcast_codec: str) -> Load:
-            return plain(codec, broadcast_codec).slower(times)
+        def load(*way: str) -> Load:
+            return replace(plain(*way).slower(times), longest_seconds=seen if way == coded and seen > 0 else inf)
 
         ways = [(codec, broadcast) for codec in self._codecs() for broadcast in self._broadcast_codecs(codec)]
         every, delay = given.every, given.delay  # 0, -1: auto

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, hypot, isfinite, log
+from math import ceil, hypot, inf, isfinite, log
 
 from zmqtrain.codecs.base import Coding, coding_from_spec
 from zmqtrain.codecs.fragment import Layout
@@ -179,6 +179,7 @@ class Load:
     each has a port of its own.
     pieces: an exchange carries the whole model in so many fragments, one after the other (`fragments` is 1 then); 0: it
     carries one fragment.
+    longest_seconds: an exchange was seen to take no longer, although offers waited for each other; inf: not known.
     """
 
     nodes: int
@@ -194,6 +195,7 @@ class Load:
     held_seconds: float = 0.0
     on_nodes: bool = False
     pieces: int = 0
+    longest_seconds: float = inf
 
     def slower(self, times: float) -> Load:
         """Return this load where every stage takes so many times as long."""
@@ -424,11 +426,15 @@ def fitting_delay(load: Load) -> int:
     Where an exchange carries all, one more may be in flight than d asks for, so d is the step boundary that is nearest
     to when an aggregate usually comes; else a d that is too small would put offers off.
     """
-    steps = latency_seconds(load) / load.step_seconds
+    steps, apart = latency_seconds(load) / load.step_seconds, 0
     if load.pieces:
-        return max(1, _up(steps - 0.5))
-    apart = 1 if load.nodes > 1 else 0
-    return max(1, _up(USUAL_SLACK * steps) + apart)
+        usual = _up(steps - 0.5)
+    else:
+        apart = 1 if load.nodes > 1 else 0
+        usual = _up(USUAL_SLACK * steps) + apart
+    if isfinite(load.longest_seconds):
+        usual = min(usual, _up(load.longest_seconds / load.step_seconds) + apart)
+    return max(1, usual)
 
 
 def least_period(load: Load) -> int:
