@@ -27,9 +27,13 @@ Row = dict[str, Any]
 
 PLAN_POINTS = 3.0
 """What a plan's efficiency may be off."""
+AUTO_BELOW, AUTO_REFUSED = 0.01, 0.02
+"""How much less efficient than the k and d of the row by hand those may be that the broker chooses, and the share of
+the offers that may be put off then."""
 
 SMALL = efficiency.Case(params=25_000_000, fragments=1, every=8, delay=12, steps=240)
 LARGE = efficiency.Case(params=100_000_000, fragments=2, every=12, delay=40, steps=240)
+MIDDLE = efficiency.Case(params=5_000_000, every=2, delay=3, steps=400)
 
 ROWS: dict[str, efficiency.Case | hub.Case] = {
     "25M": SMALL,
@@ -38,7 +42,9 @@ ROWS: dict[str, efficiency.Case | hub.Case] = {
     "25M, N=2": replace(SMALL, nodes=2),
     "100M": LARGE,
     "100M, N=2": replace(LARGE, nodes=2),
-    "5M": efficiency.Case(params=5_000_000, every=2, delay=3, steps=400),
+    "25M, auto": replace(SMALL, every="auto", delay="auto"),
+    "5M": MIDDLE,
+    "5M, auto": replace(MIDDLE, every="auto", delay="auto"),
     "1M, 2,000 exchanges": efficiency.Case(params=1_000_000, every=1, delay=2, steps=2200),
     "dense, one hub": hub.Case(),
     "dense, 4 brokers": hub.Case(shards=4, fragments=8, in_flight=4),
@@ -123,7 +129,7 @@ def main() -> None:
                 write_json(options.json, [{"row": name} | row for name, runs in measured.items() for row in runs])
     rows = {name: _median(runs) for name, runs in measured.items()}
     print_table(
-        [_line(bar, rows) for bar in _bars() if bar.rows[0] in rows] + _of_slow(rows) + _of_plan(rows),
+        [_line(bar, rows) for bar in _bars() if bar.rows[0] in rows] + _of_slow(rows) + _of_auto(rows) + _of_plan(rows),
         "At the speed of the wire",
     )
     for name, row in rows.items():
@@ -163,6 +169,22 @@ def _of_slow(rows: dict[str, Row]) -> list[Row]:
     met = "met" if ratio >= 0.97 else "missed"
     what = "25M: efficiency of the others, one at half speed / without"
     return [{"figure": what, "bar": ">= 0.97", "measured": ratio, "": met, "busy": slow["busy"], "N=2": None}]
+
+
+def _of_auto(rows: dict[str, Row]) -> list[Row]:
+    """Return how the k and d that the broker chooses do beside those that were found by hand."""
+    lines = []
+    for size in ("25M", "5M"):
+        if (auto := rows.get(f"{size}, auto")) is None:
+            continue
+        figures = [(f"offers put off, at {auto['planned']}", auto["refused"], AUTO_REFUSED)]
+        if (by_hand := rows.get(size)) is not None:
+            below = by_hand["efficiency"] - auto["efficiency"]
+            figures.append((f"efficiency {auto['efficiency']:.3f}, below that by hand", below, AUTO_BELOW))
+        for what, measured, bar in figures:
+            line = {"figure": f"{size}, auto: {what}", "bar": f"<= {bar:g}", "measured": measured}
+            lines.append(line | {"": "met" if measured <= bar else "missed", "busy": auto["busy"], "N=2": None})
+    return lines
 
 
 def _of_plan(rows: dict[str, Row]) -> list[Row]:

@@ -9,6 +9,7 @@ import numpy as np
 from tests.broker.wires import LEAVES, lived
 from zmqtrain.broker.deltas import PendingUploads
 from zmqtrain.protocol.messages import Aggregate, Hello, Preempt, Quarantine, Refused, Report, Welcome, replace_fields
+from zmqtrain.protocol.schedules import OfferFigures
 
 
 def test_who_comes_in_with_one_key_is_one_voter():
@@ -106,3 +107,21 @@ def test_nodes_of_the_same_batches_one_without_units_and_an_evaluation_far_worse
     assert any(line.startswith("b and a made the same first step") and "node.batches" in line for line in said)
     assert any(line.startswith("b takes no data units: --units 100") for line in said)
     assert any("held-out loss 489 at version 2, 212 times the best (2.31 at version 1)" in line for line in said)
+
+
+def test_a_configured_k_that_is_too_small_is_said_once_while_it_is(caplog):
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        planned = peers.broker.hub.replanning
+        figures = OfferFigures(0.274, 0.3, 14.0, peers.broker.hub.settings)
+        report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0)
+        for put_off, fits in ((0.274, (6, 14)), (0.3, (6, 14)), (0.0, (6, 14)), (0.5, (5, 15))):
+            now = figures._replace(put_off=put_off)
+            planned.offers.crowded, planned.offers._last, planned.fits = now, now, fits
+            peers.wire.say("a#1", report)
+            await peers.until(lambda: peers.wire.heard.empty())
+
+    lived(story, start_nodes=2, initial="founder", every=4, delay=14)
+    said = [line for line in caplog.messages if "put off" in line]
+    assert [line.partition("%")[0] for line in said] == ["27 ", "50 "]
+    assert "--every 6 would fit" in said[0] and "--every 5 and --delay 15 would fit" in said[1]

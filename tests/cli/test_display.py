@@ -385,6 +385,15 @@ def test_the_same_batches_and_a_loop_without_units_are_said_of_the_node() -> Non
     assert line.endswith("pc-1 trains on the same batches as pc-2; takes no data units")
 
 
+def test_offers_that_are_put_off_are_in_the_headline_with_the_k_and_d_that_would_fit() -> None:
+    told = {"put_off": 0.274, "fitting_every": 6, "fitting_delay": 14}
+    text = roster_headline(roster(TRAINING, hub=told))
+    assert "27 % of the offers put off" in text and "--every 6 and --delay 14 would fit, or auto" in text
+    planned = roster_headline(roster(TRAINING, hub={"put_off": 0.274}))
+    assert "27 % of the offers put off" in planned and "would fit" not in planned
+    assert "put off" not in roster_headline(roster(TRAINING))
+
+
 def test_an_evaluation_far_worse_than_the_best_is_in_the_headline() -> None:
     hub = {"best_loss": 2.31, "best_version": 40}
     text = roster_headline(roster(TRAINING, scores={"loss": 489.2}, hub=hub))

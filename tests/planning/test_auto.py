@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,10 +14,21 @@ from zmqtrain.core.settings import RunSettings, pieces_of
 from zmqtrain.core.types import LeafSpec, PeerId, count_values
 from zmqtrain.planning.costs import exchange_costs
 from zmqtrain.planning.plans import ASSUMED_BITS, ASSUMED_STEP_SECONDS, LoadPlanner, link_share, typical_rate
-from zmqtrain.planning.schedule import Load, density_of, exchange_bytes, payload_rate
+from zmqtrain.planning.schedule import (
+    Load,
+    Schedule,
+    crowding,
+    density_of,
+    exchange_bytes,
+    fitting_delay,
+    latency_seconds,
+    least_period,
+    payload_rate,
+    stages,
+)
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Report
-from zmqtrain.protocol.schedules import Plan
+from zmqtrain.protocol.schedules import OfferFigures, Plan
 from zmqtrain.transport.pacing import LinkShare
 
 MODEL = tuple(LeafSpec(f"w{number}", (1000, 1000), "float32") for number in range(25))
@@ -220,6 +232,48 @@ def test_one_slow_link_decides_only_where_the_run_waits_for_its_slowest() -> Non
 def test_where_k_follows_each_nodes_speed_it_is_that_of_the_reference() -> None:
     members = [member(f"n{number}", step_seconds=0.05 if number < 3 else 0.2) for number in range(6)]
     assert planned(members, **TERNARY)[0] > planned(members, local_updates="fixed", **TERNARY)[0]
+
+
+def test_where_offers_were_put_off_a_plan_counts_with_what_an_exchange_took() -> None:
+    settings = auto(fragments=1, **TERNARY)
+    planner, members = LoadPlanner(settings, LinkShare(GIGABIT), Meter(0.01)), crew(4, exchange_seconds=0.1)
+    now = replace(settings.at_first, every=4, delay=10)
+    alone = planner(MODEL, members, now)
+    slowest = max(stages(load_of(planner, members, [0.05])).values())
+    crowded = OfferFigures(0.3, 2 * slowest, 40.0, now)
+    plan = planner(MODEL, members, now, crowded)
+    assert alone is not None and plan is not None
+    assert plan.every == least_period(load_of(planner, members, [0.05]).slower(2.0)) == plan.fits[0] > alone.every
+    assert alone.delay < plan.delay == plan.fits[1] and "2 times as long" in plan.text
+    seen = planner(MODEL, members, now, crowded._replace(age_steps=alone.delay + 1.0))
+    assert seen is not None and seen.delay <= alone.delay + 2, "no exchange took longer, though offers waited"
+
+
+def test_a_delay_that_was_too_short_is_not_taken_for_a_stage_that_is_too_slow() -> None:
+    """One offer may be in flight at d = 4, and an exchange takes longer: the next waits for it, a whole k."""
+    settings = auto(fragments=1, **TERNARY)
+    planner, members = LoadPlanner(settings, LinkShare(GIGABIT), Meter(0.01)), crew(4, exchange_seconds=0.1)
+    load = load_of(planner, members, [0.05])
+    took = latency_seconds(load) / load.step_seconds
+    given = replace(settings.at_first, every=4, delay=4)
+    assert crowding(load, Schedule(4, 4), 8 * load.step_seconds, took * load.step_seconds) == pytest.approx(1.0)
+    plan = planner(MODEL, members, given, OfferFigures(0.5, 8 * load.step_seconds, took, given))
+    assert plan is not None and plan.fits[0] == least_period(load) and took < plan.fits[1] <= fitting_delay(load)
+
+
+@given(
+    st.floats(0.0, 1.0),
+    st.floats(1e-300, 1e300),
+    st.floats(allow_nan=True),
+    st.integers(1, 1 << 20),
+    st.integers(0, 1 << 20),
+)
+def test_whatever_was_measured_of_offers_a_plan_can_be_made(
+    put_off: float, seconds: float, age: float, every: int, delay: int
+) -> None:
+    now = replace(auto().at_first, every=every, delay=delay)
+    plan = LoadPlanner(auto(), LinkShare(GIGABIT))(MODEL, crew(2), now, OfferFigures(put_off, seconds, age, now))
+    assert plan is not None and plan.every >= 1 and plan.delay >= 1
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)

@@ -206,8 +206,8 @@ class OfferMeter:
             self.crowded, self._kept_seconds = None, KEPT_SECONDS
         elif self.crowded is not None and now >= self._found_at + self._kept_seconds:
             self.crowded, self._kept_seconds = None, 2 * self._kept_seconds
-        begun_at, since, held = self._begun
-        if counts.keys() != self._counts.keys() or held != (held := planned_of(settings)) or self._went_back(counts):
+        (begun_at, since, held_then), held = self._begun, planned_of(settings)
+        if counts.keys() != self._counts.keys() or held != held_then or self._went_back(counts):
             self._last = None
         elif version < begun_at + WINDOW_VERSIONS or now < since + WINDOW_SECONDS:
             return
