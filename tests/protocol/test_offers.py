@@ -12,6 +12,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec, PeerId
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Report, Schedule
+from zmqtrain.protocol.rounds import AfterQuorum, release_rule_from_spec
 from zmqtrain.protocol.schedules import (
     KEPT_SECONDS,
     LOOK_SECONDS,
@@ -74,6 +75,50 @@ def test_a_window_has_versions_and_seconds() -> None:
         crew.look()
     assert crew.meter.crowded is not None
     assert crew.meter.crowded.seconds == pytest.approx(WINDOW_SECONDS / WINDOW_VERSIONS / 2)
+
+
+def test_where_a_larger_k_only_makes_an_exchange_longer_somebody_is_waited_for_and_that_is_no_crowding() -> None:
+    crew = found("a")
+    for longer, crowded in ((OTHER, None), (AUTO, None)):  # k = 9 for 2: 4.5 times as long, with as many put off
+        for _ in range(4):
+            crew.window(20, 10, settings=longer, seconds=9 * WINDOW_SECONDS)
+        assert crew.meter.crowded is crowded
+    crew.members.append(
+        Member(PeerId("b"), "b", MemberState.LIVE, 0.0, 0.0, report=Report(0, 0, 1.0, 1.0, nan, 0, 0, 0))
+    )
+    crew.look()
+    for _ in range(2):
+        crew.window(10, 5)
+    assert crew.meter.crowded is not None, "other nodes are here"
+
+
+def test_where_a_larger_k_helps_but_not_enough_the_next_plan_counts_with_what_is_found_then() -> None:
+    crew = found("a")
+    for _ in range(3):
+        crew.window(9, 3, settings=OTHER)
+    assert crew.meter.crowded is not None and crew.meter.crowded.settings == OTHER
+
+
+@pytest.mark.parametrize(
+    ("rule", "measures"),
+    [
+        ("immediately", True),
+        ("quorum", True),
+        ("quorum:count=4", False),
+        ("all", False),
+        ("time", False),
+        ("count", False),
+    ],
+)
+def test_offers_that_a_release_rule_keeps_waiting_say_nothing_of_k_and_d(rule: str, measures: bool) -> None:
+    timetable, crew = Timetable(RunSettings(release=rule)), Crew("a", "b", "c", "d")
+    machine = Replanning(timetable, Planner(), release_rule_from_spec(rule))
+    for _ in range(6):
+        crew.now, crew.version = crew.now + WINDOW_SECONDS, crew.version + WINDOW_VERSIONS
+        for member in crew.members:
+            crew.did(member, 10, 5)
+        machine.look(crew.version, MODEL, crew.members, crew.now)
+    assert (machine.offers.crowded is not None) is (rule in ("immediately", "quorum"))
 
 
 @pytest.mark.parametrize("put_off", [[5, 0], [0, 5], [5, 0, 5, 0]])
@@ -176,7 +221,7 @@ class Planner:
 
 def test_where_offers_are_put_off_another_plan_is_announced_at_once_and_is_kept() -> None:
     timetable = Timetable(RunSettings(release="immediately"))
-    machine, crew = Replanning(timetable, Planner()), Crew("a", "b")
+    machine, crew = Replanning(timetable, Planner(), AfterQuorum()), Crew("a", "b")
     crew.now, said = 1.0, [machine.look(1, MODEL, crew.members, 1.0)]
     for _ in range(60):
         crew.now += WINDOW_SECONDS
@@ -192,7 +237,7 @@ def test_where_offers_are_put_off_another_plan_is_announced_at_once_and_is_kept(
 
 def test_configured_k_and_d_stay_and_those_that_would_fit_are_known_and_said() -> None:
     hub = live_hub("a", "b", every=4, delay=14)
-    hub.replanning = Replanning(hub.timetable, Planner())
+    hub.replanning = Replanning(hub.timetable, Planner(), hub.rule)
     for window in range(4):
         now = 1.0 + (WINDOW_SECONDS + LOOK_SECONDS) * window
         for peer in ("a", "b"):

@@ -31,7 +31,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.peer import Peer
-from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.protocol.rounds import Immediately, release_rule_from_spec
 from zmqtrain.protocol.schedules import (
     CODECS_KEPT,
     HOLD_SECONDS,
@@ -183,7 +183,7 @@ def crew(*names: str) -> list[Member]:
 
 def replanning(wanted: Wanted) -> tuple[Replanning, Timetable]:
     timetable = Timetable(AUTO)
-    return Replanning(timetable, wanted), timetable
+    return Replanning(timetable, wanted, Immediately()), timetable
 
 
 def test_the_first_plan_is_announced_for_some_versions_ahead() -> None:
@@ -217,7 +217,7 @@ def test_a_provisional_plan_never_takes_the_place_of_a_measured_one_when_all_nod
     machine.look(9, MODEL, crew("a", "b"), 0.0)
     wanted.plan = Plan(30, 1, gain=2.0, provisional=True)  # nobody has reported the time of a step again
     assert all(machine.look(100, MODEL, crew("c"), 100.0 + look) is None for look in range(3))
-    again = Replanning(timetable, wanted)  # of a broker that was started again
+    again = Replanning(timetable, wanted, Immediately())  # of a broker that was started again
     assert again.look(100, MODEL, crew("a", "b"), 0.0) is None and at(timetable, 200) == (4, 2)
     wanted.plan = Plan(5, 2, gain=1.2)
     assert again.look(101, MODEL, crew("a", "b"), LOOK_SECONDS) == Schedule(5, 2, 101 + LEAD_VERSIONS, *SPECS)
@@ -377,7 +377,7 @@ def advance(hub: Hub, peer: str, versions: int) -> None:
 
 def test_another_broker_says_what_the_first_has_planned_at_a_version_of_its_own_and_once() -> None:
     timetable = Timetable(AUTO)
-    there, here = Timetable(AUTO), Replanning(timetable, None)
+    there, here = Timetable(AUTO), Replanning(timetable, None, Immediately())
     assert here.follow(9, there.newest) is None, "nothing was planned yet"
     there.add(Schedule(6, 3, 40, INT8, INT8, "sgd:rate=1"))
     assert here.follow(-1, there.newest) is None, "this shard has no parameters yet"

@@ -225,7 +225,7 @@ class Hub:
         self.lease = PrimaryLease()
         self.timetable = Timetable(settings)
         self._planner = planner
-        self.replanning = Replanning(self.timetable, self._planner)
+        self.replanning = Replanning(self.timetable, self._planner, rule)
         self.shards = ShardRegistry(settings.shards)
         self.hosting: Hosting | None = None
         self.rounds = FragmentRounds(rule, together=settings.carries_all)
@@ -1186,7 +1186,7 @@ class Hub:
         """Take it that the model is divided among so many brokers; before anything of the run is here."""
         self.settings = self.initialization.settings = replace(self.settings, shards=shards)
         self.timetable = Timetable(self.settings)
-        self.replanning = Replanning(self.timetable, self._planner)
+        self.replanning = Replanning(self.timetable, self._planner, self.rule)
         self.shards = ShardRegistry(shards)
         if self.hosting is not None:
             self.hosting.divided(self.shards)

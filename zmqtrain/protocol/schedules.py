@@ -27,6 +27,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.members import Member
 from zmqtrain.protocol.messages import Schedule, WireSchedule
+from zmqtrain.protocol.rounds import Immediately, ReleaseRule
 
 LEAD_VERSIONS = 4
 """A schedule begins this many versions ahead: no node has applied that version yet. At version 0 it begins at once,
@@ -45,6 +46,7 @@ PLANNED = ("every", "delay", "codec", "broadcast_codec", "outer")
 WINDOW_VERSIONS, WINDOW_SECONDS = 8, 5.0
 MOST_PUT_OFF = 0.02
 """Offers are put off where it is so for more than this share of them in two windows that follow each other."""
+ONLY_LONGER = 0.9
 KEPT_SECONDS = 600.0
 """So long a plan counts with what was measured while offers were put off; twice as long when it is measured again."""
 CODECS_KEPT = 8
@@ -180,12 +182,14 @@ class OfferMeter:
 
     Rule 1: a window is of nodes that stay, under one schedule.  Rule 2: one window may have seen a hesitation, or the
     end of the schedule before; so two count that follow each other, and of them the shorter time of an exchange.
+    Rule 3: where a larger k makes an exchange longer by as much, nothing is too slow for k, but somebody is waited for.
     crowded: what was found last, until other nodes are here, or a schedule under which it was found has none put off,
     or KEPT_SECONDS have passed.
     """
 
     def __init__(self) -> None:
         self.crowded: OfferFigures | None = None
+        self._is_of_no_use = False
         self._found_at, self._kept_seconds = 0.0, KEPT_SECONDS
         self._begun: tuple[Version, float, tuple[Any, ...]] = (0, 0.0, ())
         self._counts: dict[PeerId, tuple[int, int]] = {}
@@ -203,7 +207,7 @@ class OfferMeter:
         """Count what live nodes have done. settings: what holds.  at_once: fragments that an exchange carries."""
         counts = {one.peer: (one.contributions, one.report.offers_refused) for one in members if one.report}
         if counts.keys() != self._counts.keys():
-            self.crowded, self._kept_seconds = None, KEPT_SECONDS
+            self.crowded, self._kept_seconds, self._is_of_no_use = None, KEPT_SECONDS, False
         elif self.crowded is not None and now >= self._found_at + self._kept_seconds:
             self.crowded, self._kept_seconds = None, 2 * self._kept_seconds
         (begun_at, since, held_then), held = self._begun, planned_of(settings)
@@ -243,12 +247,20 @@ class OfferMeter:
 
     def _found(self, figures: OfferFigures | None, now: float) -> None:
         before, self._last = self._last, figures
-        if figures is None or before is None or figures.crowded != before.crowded:
+        if figures is None or before is None or figures.crowded != before.crowded or self._is_of_no_use:
             return
         if figures.crowded:
-            self.crowded, self._found_at = min(figures, before, key=lambda one: one.seconds), now
+            found = min(figures, before, key=lambda one: one.seconds)
+            self._is_of_no_use = self.crowded is not None and _only_longer(self.crowded, found)
+            self.crowded, self._found_at = None if self._is_of_no_use else found, now
         elif self.crowded is not None and planned_of(self.crowded.settings) == planned_of(figures.settings):
             self.crowded = None
+
+
+def _only_longer(before: OfferFigures, after: OfferFigures) -> bool:
+    """Whether a larger k has made an exchange longer by (nearly) as much."""
+    times = after.settings.every / before.settings.every
+    return times > 1 and after.seconds >= ONLY_LONGER * times * before.seconds
 
 
 def planned_of(settings: RunSettings) -> tuple[Any, ...]:
@@ -259,12 +271,13 @@ def planned_of(settings: RunSettings) -> tuple[Any, ...]:
 class Replanning:
     """Decides when a planner's plan is announced. text: the reasons of the last announced one.
 
+    rule: of release: where it waits for a time, or for more than half of the nodes, offers are put off in any case.
     offers: whether they are put off.  fits: the k and d of a plan with which none would be, as predicted last.
     """
 
-    def __init__(self, timetable: Timetable, planner: Planner | None) -> None:
+    def __init__(self, timetable: Timetable, planner: Planner | None, rule: ReleaseRule) -> None:
         self.text, self.fits, self.offers = "", (0, 0), OfferMeter()
-        self._timetable, self._planner = timetable, planner
+        self._timetable, self._planner, self._rule = timetable, planner, rule
         self._nodes: frozenset[PeerId] = frozenset()
         self._from_version: Version = -1
         self._other_since: tuple[Version, float] | None = None
@@ -284,7 +297,9 @@ class Replanning:
         if nodes == self._looked_for and now < self._looked_at + LOOK_SECONDS:
             return None
         self._looked_at, self._looked_for = now, nodes
-        self.offers.look(version, settings, members, settings.fragments_of(model) if settings.carries_all else 1, now)
+        if self._waits_for_few(len(nodes)):
+            at_once = settings.fragments_of(model) if settings.carries_all else 1
+            self.offers.look(version, settings, members, at_once, now)
         crowded = self.offers.crowded
         if not (self._timetable.is_planned or crowded):
             return None
@@ -304,6 +319,12 @@ class Replanning:
             return None
         self._nodes, self._other_since = frozenset() if plan.provisional else nodes, None
         return None if wanted == settings.to_dict() else self._announce(plan.text, version, wanted)
+
+    def _waits_for_few(self, nodes: int) -> bool:
+        if isinstance(self._rule, Immediately):
+            return True
+        quorum = self._rule.quorum(nodes)
+        return quorum is not None and 2 * quorum <= nodes + 1
 
     def follow(self, version: Version, planned: RunSettings) -> Schedule | None:
         """Return the schedule with which another broker of the run has what the first has planned; None: it has it.
