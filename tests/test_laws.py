@@ -210,7 +210,7 @@ def test_a_hub_that_comes_back_without_a_schedule_that_nodes_know_takes_their_de
     train(1000, "int8:block=256")
     assert world.hub.timetable.takes("int8:block=256")
     world.crash()
-    world.hub.replanning = Replanning(world.hub.timetable, None)  # no word of another schedule comes to help
+    world.hub.replanning = Replanning(world.hub.timetable, None, world.hub.rule)  # no word of another schedule comes to help
     assert not world.hub.timetable.takes("int8:block=256")
     before = set(world.landed_at)
     train(20)
