@@ -98,6 +98,8 @@ def test_half_precision_parameters_and_an_optimizer_without_state_need_less(caps
         (["--shards", "9", "--shards-on-nodes"], "9 brokers do not find a node each among 4"),
         (["--node-ns", "-3"], "node_ns must be at least 0"),
         (["--optimizer-slots", "-1"], "optimizer_slots must be at least 0"),
+        (["--batches", "0"], "batches must be at least 1, got 0"),
+        (["--critical", "-1"], "critical is a batch size, in batches of one node: more than 0, not -1"),
         (["--memory", "some"], "memory is written like 6GB"),
     ],
 )

@@ -114,6 +114,9 @@ class PlanConfig(PipelineOptions):
             for value in filter(None, getattr(self, name).split("," if self.tokens and name == "memory" else None)):
                 (parse_rate if name == "hub_link" else parse_bytes)(value, name)
         require("nodes", self.nodes, 1)
+        require("batches", self.batches, 1)
+        if not self.critical > 0:
+            raise ConfigError(f"critical is a batch size, in batches of one node: more than 0, not {self.critical:g}")
         self.check_pipeline()
         if self.step_ms == NOT_KNOWN and not self.tokens:
             raise ConfigError(

@@ -51,6 +51,7 @@ class SimConfig(LogOptions):
     """Simulate the run that SCENARIO (a TOML file) describes: real training and codecs, modelled computers and wires.
 
     The same scenario and seed give the same run, bit for bit. Example: zmqtrain sim bench/scenarios/straggler.toml
+
     A file of [[pipeline]] tables has models cut over several PCs: their schedules, with modelled times for everything.
     Example: zmqtrain sim bench/scenarios/pipeline.toml
 
