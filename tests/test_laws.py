@@ -132,7 +132,7 @@ class Fickle:
     def __init__(self, seed):
         self.random, self.wanted = Random(seed), set()
 
-    def __call__(self, model, members, now):
+    def __call__(self, model, members, now, crowded):
         codec, broadcast = self.random.choice(FITTED_CODECS), self.random.choice(FITTED_CODECS)
         self.wanted.add((codec, broadcast))
         delay = self.random.choice((1, 2, 5))
@@ -192,7 +192,7 @@ def test_the_laws_hold_when_a_hub_whose_codecs_have_changed_comes_back_from_its_
 def test_a_hub_that_comes_back_without_a_schedule_that_nodes_know_takes_their_deltas_all_the_same():
     wanted = ["bf16"]
 
-    def planner(model, members, now):
+    def planner(model, members, now, crowded):
         return Plan(2, 1, "", wanted[-1], wanted[-1], gain=9.0)
 
     def train(turns, codec=""):
@@ -210,7 +210,9 @@ def test_a_hub_that_comes_back_without_a_schedule_that_nodes_know_takes_their_de
     train(1000, "int8:block=256")
     assert world.hub.timetable.takes("int8:block=256")
     world.crash()
-    world.hub.replanning = Replanning(world.hub.timetable, None, world.hub.rule)  # no word of another schedule comes to help
+    world.hub.replanning = Replanning(
+        world.hub.timetable, None, world.hub.rule
+    )  # no word of another schedule comes to help
     assert not world.hub.timetable.takes("int8:block=256")
     before = set(world.landed_at)
     train(20)

@@ -39,6 +39,16 @@ DESIGN = {  # (model, codec), S, M, schedule, depth: efficiency
     ("350 M, int8", 4, 32, "1f1b", "eager"): 0.89,
 }
 JITTER = ", 20 % jitter"
+JITTERY = {  # as docs/pipeline.md has them: (codec, schedule, depth): efficiency
+    ("bf16", "1f1b", "eager"): 0.850,
+    ("int8", "1f1b", "eager"): 0.868,
+    ("bf16", "2bw", "eager"): 0.926,
+    ("int8", "2bw", "eager"): 0.936,
+    ("bf16", "1f1b", "roomy"): 0.868,
+    ("int8", "1f1b", "roomy"): 0.881,
+    ("bf16", "2bw", "roomy"): 0.946,
+    ("int8", "2bw", "roomy"): 0.951,
+}
 LINK = LinkModel(8e6)  # a megabyte a second
 
 
@@ -60,20 +70,11 @@ def test_the_scenario_has_no_row_that_is_not_held_to_the_design(table):
     assert {row for row in table if JITTER not in row[0]} == set(DESIGN)
 
 
-def test_jitter_costs_a_pipeline_at_most_six_points(table):
-    """Ten and more while a backward pass was always preferred: a stage that was late let those after it starve."""
-    flush, no_flush = ("1.04 B, bf16", 4, 32, "1f1b", "eager"), ("1.04 B, bf16", 4, 32, "2bw", "eager")
-    jittery_flush, jittery = ((row[0] + JITTER, *row[1:]) for row in (flush, no_flush))
-    for smooth, rough in ((flush, jittery_flush), (no_flush, jittery)):
-        assert table[smooth] - 0.06 < table[rough] < table[smooth] - 0.02
-    assert table[jittery] > table[jittery_flush] + 0.04
-
-
-def test_room_for_two_more_in_flight_makes_up_for_jitter(table):
-    for codec in ("bf16", "int8"):
-        for schedule in ("1f1b", "2bw"):
-            row = (f"1.04 B, {codec}" + JITTER, 4, 32, schedule)
-            assert table[*row, "roomy"] > table[*row, "eager"] + 0.01
+@pytest.mark.parametrize("row", JITTERY, ids=str)
+def test_each_row_with_tasks_of_varying_times_is_as_the_page_has_it(table, row):
+    """With a backward pass always preferred they were .02 to .09 less: a stage that was late let those after it starve."""
+    codec, schedule, depth = row
+    assert table[f"1.04 B, {codec}" + JITTER, 4, 32, schedule, depth] == pytest.approx(JITTERY[row], abs=0.003)
 
 
 def run(stages, micro_batches=8, schedule=None, link=LINK, **more):

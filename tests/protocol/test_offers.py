@@ -15,6 +15,7 @@ from zmqtrain.protocol.messages import Report, Schedule
 from zmqtrain.protocol.rounds import AfterQuorum, release_rule_from_spec
 from zmqtrain.protocol.schedules import (
     KEPT_SECONDS,
+    KEPT_WINDOWS,
     LOOK_SECONDS,
     WINDOW_SECONDS,
     WINDOW_VERSIONS,
@@ -62,9 +63,10 @@ class Crew:
 def test_two_windows_that_follow_each_other_tell_it_and_the_shorter_time_of_an_exchange_counts() -> None:
     crew = Crew("a", "b")
     crew.window(10, 10, seconds=8.0)
-    assert crew.meter.crowded is None and not crew.meter.is_now
+    assert crew.meter.crowded is None and not crew.meter.put_off
     crew.window(10, 5)
-    assert crew.meter.crowded == OfferFigures(5 / 15, WINDOW_SECONDS / 10, 14.0, AUTO) and crew.meter.is_now
+    assert crew.meter.crowded == OfferFigures(5 / 15, WINDOW_SECONDS / 10, 14.0, AUTO)
+    assert crew.meter.put_off == 5 / 15
 
 
 def test_a_window_has_versions_and_seconds() -> None:
@@ -77,26 +79,52 @@ def test_a_window_has_versions_and_seconds() -> None:
     assert crew.meter.crowded.seconds == pytest.approx(WINDOW_SECONDS / WINDOW_VERSIONS / 2)
 
 
-def test_where_a_larger_k_only_makes_an_exchange_longer_somebody_is_waited_for_and_that_is_no_crowding() -> None:
+def test_where_a_clearly_larger_k_puts_as_many_off_something_else_is_waited_for_and_plans_do_without_it() -> None:
     crew = found("a")
-    for longer, crowded in ((OTHER, None), (AUTO, None)):  # k = 9 for 2: 4.5 times as long, with as many put off
-        for _ in range(4):
-            crew.window(20, 10, settings=longer, seconds=9 * WINDOW_SECONDS)
-        assert crew.meter.crowded is crowded
-    crew.members.append(
-        Member(PeerId("b"), "b", MemberState.LIVE, 0.0, 0.0, report=Report(0, 0, 1.0, 1.0, nan, 0, 0, 0))
-    )
-    crew.look()
-    for _ in range(2):
+    for _ in range(5):  # k = 9 for 2: a third of the offers was put off, and still is
+        crew.window(10, 5, settings=OTHER)
+    assert crew.meter.crowded is None and crew.meter.put_off == 5 / 15, "it is said all the same"
+    windows = 0
+    while crew.meter.crowded is None:
         crew.window(10, 5)
-    assert crew.meter.crowded is not None, "other nodes are here"
+        windows += 1
+    assert windows == pytest.approx(KEPT_SECONDS / WINDOW_SECONDS, abs=3), "then it is tried again"
 
 
-def test_where_a_larger_k_helps_but_not_enough_the_next_plan_counts_with_what_is_found_then() -> None:
-    crew = found("a")
-    for _ in range(3):
-        crew.window(9, 3, settings=OTHER)
-    assert crew.meter.crowded is not None and crew.meter.crowded.settings == OTHER
+@pytest.mark.parametrize(("every", "put_off"), [(9, 2), (9, 0), (2, 5)])
+def test_where_a_larger_k_helps_or_k_is_hardly_larger_the_next_plan_counts_with_what_is_found_then(
+    every: int, put_off: int
+) -> None:
+    crew, after = found("a"), replace(AUTO, every=every, delay=7)
+    for _ in range(4):
+        crew.window(10, put_off, settings=after)
+    assert crew.meter.crowded is not None
+    assert crew.meter.crowded.settings == (after if put_off else AUTO)
+
+
+def test_exchanges_that_take_long_are_counted_with_for_as_many_windows() -> None:
+    crew = Crew("a")
+    for _ in range(2):
+        crew.window(8, 4, seconds=600.0)
+    windows = 0
+    while crew.meter.crowded is not None:
+        crew.window(8, 0, settings=OTHER, seconds=600.0)
+        windows += 1
+    assert windows == KEPT_WINDOWS
+
+
+def test_figures_of_a_crew_go_with_the_right_to_measure_them() -> None:
+    """Two of four nodes leave, and the quorum of two is all of them."""
+    timetable, crew = Timetable(RunSettings(release="quorum:count=2")), Crew("a", "b", "c", "d")
+    machine = Replanning(timetable, Planner(), AfterQuorum(count=2))
+    for _ in range(4):
+        crew.now, crew.version = crew.now + WINDOW_SECONDS, crew.version + WINDOW_VERSIONS
+        for member in crew.members:
+            crew.did(member, 10, 5)
+        machine.look(crew.version, MODEL, crew.members, crew.now)
+    assert machine.offers.crowded is not None
+    machine.look(crew.version + 2 * WINDOW_VERSIONS, MODEL, crew.members[:2], crew.now + 1.0)
+    assert not machine.offers.put_off and machine.offers.crowded is None
 
 
 @pytest.mark.parametrize(
@@ -118,7 +146,7 @@ def test_offers_that_a_release_rule_keeps_waiting_say_nothing_of_k_and_d(rule: s
         for member in crew.members:
             crew.did(member, 10, 5)
         machine.look(crew.version, MODEL, crew.members, crew.now)
-    assert (machine.offers.crowded is not None) is (rule in ("immediately", "quorum"))
+    assert (machine.offers.crowded is not None) is measures
 
 
 @pytest.mark.parametrize("put_off", [[5, 0], [0, 5], [5, 0, 5, 0]])
@@ -159,7 +187,7 @@ def test_it_is_known_for_as_long_as_another_schedule_keeps_offers_from_being_put
     while crew.meter.crowded is not None:
         crew.window(10, 0, settings=OTHER)
         windows += 1
-        assert not crew.meter.is_now
+        assert not crew.meter.put_off
     assert windows == KEPT_SECONDS / WINDOW_SECONDS
     for _ in range(3):  # the first begins a window only: another schedule
         crew.window(10, 5)
@@ -184,15 +212,25 @@ def test_it_is_forgotten_when_other_nodes_are_here() -> None:
     assert crew.meter.crowded is None
 
 
-def test_a_process_that_begins_again_begins_a_window() -> None:
-    crew = Crew("a")
-    crew.window(10, 5)
-    crew.did(crew.members[0], 0, -5)
-    crew.look()
-    crew.window(10, 5)
-    assert crew.meter.crowded is None
-    crew.window(10, 5)
-    assert crew.meter.crowded is not None
+def test_a_process_that_begins_to_count_again_is_left_out_of_that_window_and_hides_nothing() -> None:
+    crew = Crew("a", "b", "c")
+    for window in range(4):
+        crew.did(crew.members[0], 0, 0 if window % 2 else -5)
+        crew.window(10, 5)
+    assert crew.meter.crowded == OfferFigures(5 / 15, WINDOW_SECONDS / 10, 14.0, AUTO)
+
+
+@pytest.mark.parametrize("state", ["quarantined", "idle", "offers nothing"])
+def test_one_of_two_nodes_that_takes_no_part_says_nothing_of_the_other(state: str) -> None:
+    crew = Crew("a", "b")
+    first = crew.members[0]
+    first.quarantined, first.idle = state == "quarantined", state == "idle"
+    for _ in range(4):
+        crew.version, crew.now = crew.version + WINDOW_VERSIONS, crew.now + WINDOW_SECONDS
+        crew.did(first, 0, 10)
+        crew.did(crew.members[1], 10, 0)
+        crew.look()
+    assert crew.meter.crowded is None and not crew.meter.put_off
 
 
 def test_nodes_that_land_nothing_and_ages_that_are_not_known_are_no_figures() -> None:

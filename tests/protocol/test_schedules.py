@@ -384,7 +384,9 @@ def test_another_broker_says_what_the_first_has_planned_at_a_version_of_its_own_
     assert here.follow(9, there.newest) == Schedule(6, 3, 9 + LEAD_VERSIONS, INT8, INT8, "sgd:rate=1")
     assert here.follow(10, there.newest) is None
     assert at(timetable, 9) == BEGIN and at(timetable, 9 + LEAD_VERSIONS) == (6, 3)
-    assert Replanning(Timetable(AUTO), None, Immediately()).follow(0, there.newest) == Schedule(6, 3, 0, INT8, INT8, "sgd:rate=1")
+    assert Replanning(Timetable(AUTO), None, Immediately()).follow(0, there.newest) == Schedule(
+        6, 3, 0, INT8, INT8, "sgd:rate=1"
+    )
 
 
 def test_the_hub_says_a_plan_once_and_again_when_nodes_come_or_go() -> None:

@@ -24,7 +24,8 @@ def test_an_offer_that_is_not_taken_is_in_the_next():
     run(sync, tree(), 6)
     (offer,) = exchange.offers.values()
     assert (float(offer.u[0]), offer.samples, offer.steps) == (6.0, 6, 6)
-    assert sync.statistics().offers_refused == 2 and sync.statistics().offers == 1
+    assert sync.statistics().offers == 1
+    assert not sync.statistics().offers_refused, "none was put off for another, which would have had to land first"
 
 
 def test_with_too_much_on_the_way_nothing_is_computed_or_queued():

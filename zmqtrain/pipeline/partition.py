@@ -5,8 +5,8 @@ or a hop there and back, for then micro-batches in flight hide the wire. The fil
 micro-batch at all stages, the hops between them, and the sums of tied leaves. Without flush (2bw) a step takes M T.
 With gpipe this is exact where one stage is the slowest both forward and backward. Messages queue where a port is busy
 for more than three quarters of the time, or for more than half of it where one pass is many times as long as the other:
-what that costs (a tenth, at 90 %), only a simulation says. So it does for stages that differ in compute by a third: a
-step of the roomy depth takes up to a twentieth longer, one of the eager depth up to a seventh.
+what that costs (a tenth, at 90 %), only a simulation says. Where the stages differ, a step with flush is up to a
+twentieth shorter: the stages after the slowest are filled while that one goes forward.
 
 Rule 1: the plan is the one with the most micro-batches a second over all pipelines. Data parallel has no bubble, so it
 has as few PCs a pipeline as hold the model, unless a PC fits nowhere else.

@@ -312,6 +312,9 @@ class LoadPlanner:
         ways = [(codec, broadcast) for codec in self._codecs() for broadcast in self._broadcast_codecs(codec)]
         every, delay = given.every, given.delay  # 0, -1: auto
         best = best_option(((*way, load(*way)) for way in ways), every, delay)
+        fits = (least_period(best.load), fitting_delay(best.load))
+        if 0 < every < fits[0]:  # a longer d would only let more offers wait before the stage that is too slow for k
+            best, times = best_option(((*way, plain(*way)) for way in ways), every, delay), 1.0
         holding = (now.codec, now.broadcast_codec)
         present = judge_option(*holding, load(*holding), Schedule(now.every, now.delay))
         return Plan(
@@ -323,7 +326,7 @@ class LoadPlanner:
             best.outer,
             present.time / best.time,
             provisional=not measured,
-            fits=(least_period(best.load), fitting_delay(best.load)),
+            fits=fits,
         )
 
     def _codecs(self) -> Sequence[str]:

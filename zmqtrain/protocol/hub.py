@@ -1248,13 +1248,12 @@ class Hub:
     def crowded(self) -> dict[str, Scalar]:
         """While offers are put off, their share, and which k and d would fit where smaller ones are configured."""
         offers, given, holding = self.replanning.offers, self.settings, self.timetable.at(self.version)
-        if not offers.is_now or offers.crowded is None:
+        if not offers.put_off:
             return {}
-        every, delay = self.replanning.fits
-        told: dict[str, Scalar] = {"put_off": offers.crowded.put_off}
-        if given.every != AUTO_EVERY and every > holding.every:
+        (every, delay), told = self.replanning.fits, dict[str, Scalar](put_off=offers.put_off)
+        if offers.crowded and given.every != AUTO_EVERY and every > holding.every:
             told["fitting_every"] = every
-        if given.delay != AUTO_DELAY and delay > holding.delay:
+        if offers.crowded and given.delay != AUTO_DELAY and delay > holding.delay:
             told["fitting_delay"] = delay
         return told
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
-from statistics import median
+from statistics import median_high, median_low
 from typing import Any, NamedTuple, Protocol
 
 from zmqtrain.core.errors import FramingError
@@ -46,9 +46,11 @@ PLANNED = ("every", "delay", "codec", "broadcast_codec", "outer")
 WINDOW_VERSIONS, WINDOW_SECONDS = 8, 5.0
 MOST_PUT_OFF = 0.02
 """Offers are put off where it is so for more than this share of them in two windows that follow each other."""
-ONLY_LONGER = 0.9
-KEPT_SECONDS = 600.0
-"""So long a plan counts with what was measured while offers were put off; twice as long when it is measured again."""
+STILL_PUT_OFF = 0.67
+"""A larger k has not helped where such a share of the offers that were put off still is."""
+KEPT_SECONDS, KEPT_WINDOWS = 600.0, 16
+"""So long a plan counts with what was measured while offers were put off, and for so many windows at least; twice as
+long when it is measured again."""
 CODECS_KEPT = 8
 """A delta may be coded by this many codecs, the newest of a run: it may be older than the last change."""
 
@@ -182,48 +184,51 @@ class OfferMeter:
 
     Rule 1: a window is of nodes that stay, under one schedule.  Rule 2: one window may have seen a hesitation, or the
     end of the schedule before; so two count that follow each other, and of them the shorter time of an exchange.
-    Rule 3: where a larger k makes an exchange longer by as much, nothing is too slow for k, but somebody is waited for.
-    crowded: what was found last, until other nodes are here, or a schedule under which it was found has none put off,
-    or KEPT_SECONDS have passed.
+    Rule 3: where a clearly larger k does not put clearly fewer offers off, no exchange is too long for k, but something
+    else is waited for; then nothing is concluded for a while.
+    crowded: what a plan has to count with: what was found last, until other nodes are here, or a schedule under which
+    it was found has none put off, or it is too old.
+    put_off: the share of offers that is put off now; 0: (nearly) none.
     """
 
     def __init__(self) -> None:
         self.crowded: OfferFigures | None = None
-        self._is_of_no_use = False
-        self._found_at, self._kept_seconds = 0.0, KEPT_SECONDS
+        self._has_helped = self._is_of_no_use = False
+        self._kept_until, self._kept_seconds = 0.0, KEPT_SECONDS
         self._begun: tuple[Version, float, tuple[Any, ...]] = (0, 0.0, ())
         self._counts: dict[PeerId, tuple[int, int]] = {}
         """Of each node its contributions, and its offers that were put off, when the window began."""
-        self._last: OfferFigures | None = None
+        self._windows: tuple[OfferFigures | None, OfferFigures | None] = (None, None)
 
     @property
-    def is_now(self) -> bool:
-        """Whether offers are put off, as of the last window."""
-        return self.crowded is not None and self._last is not None and self._last.crowded
+    def put_off(self) -> float:
+        before, last = self._windows
+        return last.put_off if before and last and before.crowded and last.crowded else 0.0
 
     def look(
         self, version: Version, settings: RunSettings, members: Sequence[Member], at_once: int, now: float
     ) -> None:
-        """Count what live nodes have done. settings: what holds.  at_once: fragments that an exchange carries."""
-        counts = {one.peer: (one.contributions, one.report.offers_refused) for one in members if one.report}
-        if counts.keys() != self._counts.keys():
-            self.crowded, self._kept_seconds, self._is_of_no_use = None, KEPT_SECONDS, False
-        elif self.crowded is not None and now >= self._found_at + self._kept_seconds:
-            self.crowded, self._kept_seconds = None, 2 * self._kept_seconds
+        """Count what nodes have done. settings: what holds.  at_once: fragments that an exchange carries."""
+        counts = {
+            one.peer: (one.contributions, one.report.offers_refused)
+            for one in members
+            if one.report and not (one.idle or one.quarantined)
+        }
+        others = counts.keys() != self._counts.keys()
+        if others:
+            self.crowded, self._is_of_no_use, self._kept_seconds = None, False, KEPT_SECONDS
+        elif (self.crowded or self._is_of_no_use) and now >= self._kept_until:
+            self.crowded, self._is_of_no_use, self._kept_seconds = None, False, 2 * self._kept_seconds
         (begun_at, since, held_then), held = self._begun, planned_of(settings)
-        if counts.keys() != self._counts.keys() or held != held_then or self._went_back(counts):
-            self._last = None
+        if others or held != held_then:
+            self._windows = (None, None)
         elif version < begun_at + WINDOW_VERSIONS or now < since + WINDOW_SECONDS:
             return
         else:
-            self._found(self._figures(settings, members, counts, at_once, now - since), now)
+            figures = self._figures(settings, members, counts, at_once, now - since)
+            self._windows = self._windows[1], figures
+            self._conclude(*self._windows, now, now - since)
         self._begun, self._counts = (version, now, held), counts
-
-    def _went_back(self, counts: Mapping[PeerId, tuple[int, int]]) -> bool:
-        """Whether a node has begun its counts again: its process is another one."""
-        return any(
-            now < before for peer in counts for now, before in zip(counts[peer], self._counts[peer], strict=True)
-        )
 
     def _figures(
         self,
@@ -233,34 +238,43 @@ class OfferMeter:
         at_once: int,
         seconds: float,
     ) -> OfferFigures | None:
-        """Return what the typical node's offers did in this window; None: nothing landed."""
-        made = [
-            (landed - self._counts[peer][0], put_off - self._counts[peer][1])
-            for peer, (landed, put_off) in counts.items()
-        ]
-        landed = median(landed for landed, _ in made) if made else 0
+        """Return what the typical node's offers did in this window; None: nothing landed.
+
+        Left out is who has begun to count again (its process is another one), or has offered nothing.
+        """
+        shares, landed, ages = [], [], []
+        for one in members:
+            if one.peer not in counts or one.report is None:
+                continue
+            made, put_off = (now - before for now, before in zip(counts[one.peer], self._counts[one.peer], strict=True))
+            if made > 0 and put_off >= 0:
+                shares.append(put_off / (put_off + made * settings.shards))
+                landed.append(made)
+                ages += [one.report.age_steps] if isfinite(one.report.age_steps) else []
         if not landed:
             return None
-        shares = [put_off / (put_off + landed * settings.shards) for landed, put_off in made if put_off + landed]
-        ages = [one.report.age_steps for one in members if one.report and isfinite(one.report.age_steps)]
-        return OfferFigures(median(shares), seconds * at_once / landed, median(ages) if ages else nan, settings)
+        typical = seconds * at_once / median_high(landed)
+        return OfferFigures(median_low(shares), typical, median_low(ages) if ages else nan, settings)
 
-    def _found(self, figures: OfferFigures | None, now: float) -> None:
-        before, self._last = self._last, figures
-        if figures is None or before is None or figures.crowded != before.crowded or self._is_of_no_use:
+    def _conclude(self, before: OfferFigures | None, last: OfferFigures | None, now: float, seconds: float) -> None:
+        """seconds: that a window takes."""
+        if before is None or last is None or before.crowded != last.crowded or self._is_of_no_use:
             return
-        if figures.crowded:
-            found = min(figures, before, key=lambda one: one.seconds)
-            self._is_of_no_use = self.crowded is not None and _only_longer(self.crowded, found)
-            self.crowded, self._found_at = None if self._is_of_no_use else found, now
-        elif self.crowded is not None and planned_of(self.crowded.settings) == planned_of(figures.settings):
-            self.crowded = None
+        if last.crowded:
+            found = last._replace(seconds=min(before.seconds, last.seconds))
+            former = None if self._has_helped else self.crowded
+            self._is_of_no_use = former is not None and _has_not_helped(former, found)
+            self.crowded, self._has_helped = None if self._is_of_no_use else found, False
+            self._kept_until = now + max(self._kept_seconds, KEPT_WINDOWS * seconds)
+        elif self.crowded is not None:
+            self._has_helped = planned_of(self.crowded.settings) != planned_of(last.settings)
+            self.crowded = self.crowded if self._has_helped else None
 
 
-def _only_longer(before: OfferFigures, after: OfferFigures) -> bool:
-    """Whether a larger k has made an exchange longer by (nearly) as much."""
-    times = after.settings.every / before.settings.every
-    return times > 1 and after.seconds >= ONLY_LONGER * times * before.seconds
+def _has_not_helped(before: OfferFigures, after: OfferFigures) -> bool:
+    """Whether k is clearly larger, and as many offers are put off, or nearly."""
+    clearly = (1 + CHANGE) * before.settings.every
+    return after.settings.every >= clearly and after.put_off >= STILL_PUT_OFF * before.put_off
 
 
 def planned_of(settings: RunSettings) -> tuple[Any, ...]:
@@ -271,7 +285,8 @@ def planned_of(settings: RunSettings) -> tuple[Any, ...]:
 class Replanning:
     """Decides when a planner's plan is announced. text: the reasons of the last announced one.
 
-    rule: of release: where it waits for a time, or for more than half of the nodes, offers are put off in any case.
+    rule: of release: offers are measured where it is `immediately`, or a quorum of half of the nodes or fewer; under
+    others they are put off in any case. Nor are those of pipelines measured: its PCs have different parts of the model.
     offers: whether they are put off.  fits: the k and d of a plan with which none would be, as predicted last.
     """
 
@@ -281,7 +296,8 @@ class Replanning:
         self._nodes: frozenset[PeerId] = frozenset()
         self._from_version: Version = -1
         self._other_since: tuple[Version, float] | None = None
-        self._crowded: OfferFigures | None = None
+        self._planned_for: tuple[Any, ...] = ()
+        """The schedule under which offers were put off, if a plan was made for that."""
         self._looked_at = -inf
         self._looked_for: frozenset[PeerId] = frozenset()
 
@@ -297,9 +313,11 @@ class Replanning:
         if nodes == self._looked_for and now < self._looked_at + LOOK_SECONDS:
             return None
         self._looked_at, self._looked_for = now, nodes
-        if self._waits_for_few(len(nodes)):
+        if self._waits_for_few(len(nodes)) and not any(member.holds for member in members):
             at_once = settings.fragments_of(model) if settings.carries_all else 1
             self.offers.look(version, settings, members, at_once, now)
+        else:
+            self.offers = OfferMeter()
         crowded = self.offers.crowded
         if not (self._timetable.is_planned or crowded):
             return None
@@ -312,8 +330,9 @@ class Replanning:
         wanted = settings.to_dict() | {name: value for name, value in plan.chosen.items() if value != ""}
         wanted |= {"every": min(max(plan.every, 1), MOST_STEPS), "delay": min(max(plan.delay, 0), MOST_STEPS)}
         # where offers are put off under what holds, another plan needs no gain, and no more patience than the meter's
-        found, self._crowded = crowded != self._crowded, crowded
-        at_once = found and crowded is not None and planned_of(crowded.settings) == planned_of(settings)
+        held = planned_of(settings) if crowded and planned_of(crowded.settings) == planned_of(settings) else ()
+        at_once = bool(held) and held != self._planned_for
+        self._planned_for = held if crowded else ()
         other = _is_other(settings, wanted, plan.gain)
         if nodes == self._nodes and not at_once and not self._holds(other, plan.gain, version, now):
             return None

@@ -45,13 +45,13 @@ class ContributionTracker:
 
     Each piece of work stands in one offer in flight, or is unsent; that of a withdrawn offer is unsent again. Each
     broker has its own offers.
-    step: boundaries so far.  samples: so far.  offers, refused: of several brokers each counts.  applied: updates.
+    step: boundaries so far.  samples: so far.  offers, put_off: of several brokers each counts.  applied: updates.
     ages: in steps, from offer to application, of the newest that landed.
     """
 
     def __init__(self, shards: int) -> None:
         self.step = self.samples = 0
-        self.offers = self.refused = self.applied = 0
+        self.offers = self.put_off = self.applied = 0
         self.ages: list[int] = []
         self._unsent = [_Unsent() for _ in range(shards)]
         self._offered: dict[int, _Offered] = {}
@@ -95,6 +95,10 @@ class ContributionTracker:
             unsent.scores.clear()
         del unsent.scores[:-SCORES_KEPT]
 
+    def waiting(self, unreachable: Collection[int]) -> set[int]:
+        """Return the brokers at which offers have not landed, of those that can be reached."""
+        return {one.broker for one in self._offered.values()} - set(unreachable)
+
     def take_back(self, in_flight: Iterable[int]) -> None:
         """Make the work of withdrawn offers unsent again. in_flight: the offers that are not withdrawn."""
         for sequence in self._offered.keys() - set(in_flight):
@@ -127,7 +131,7 @@ class ContributionTracker:
         return {
             "step": self.step,
             "samples": self.samples,
-            "counts": [self.offers, self.refused, self.applied],
+            "counts": [self.offers, self.put_off, self.applied],
             "ages": list(self.ages),
             "unsaid": [one.to_plain() for one in self._unsent],
             "offered": [[sequence, *one] for sequence, one in self._offered.items()],
@@ -137,7 +141,7 @@ class ContributionTracker:
     def from_plain(cls, plain: Mapping[str, Any]) -> ContributionTracker:
         tracker = cls(0)
         tracker.step, tracker.samples = int(plain["step"]), int(plain["samples"])
-        tracker.offers, tracker.refused, tracker.applied = plain["counts"]
+        tracker.offers, tracker.put_off, tracker.applied = plain["counts"]
         tracker.ages = list(plain["ages"])
         tracker._unsent = [_Unsent(*one) for one in plain["unsaid"]]
         tracker._offered = {sequence: _Offered(*one) for sequence, *one in plain["offered"]}

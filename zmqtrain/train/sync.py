@@ -46,8 +46,8 @@ HELD_KEPT = 15
 
 @dataclass(frozen=True)
 class SyncStatistics:
-    """Running figures of one node. offers, offers_refused: of several brokers each counts; age_steps: median, offer to
-    application; held_seconds: of the training thread."""
+    """Running figures of one node. offers: of several brokers each counts.  offers_refused: put off, because others had
+    to land first.  age_steps: median, offer to application.  held_seconds: of the training thread."""
 
     steps: int
     offers: int
@@ -288,7 +288,7 @@ class DelayedSync:
             samples=self._tracker.samples,
             loss=float("nan") if score is None else score,
             age_steps=float(self._tracker.ages[-1]) if self._tracker.ages else float("nan"),
-            offers_refused=self._tracker.refused,
+            offers_refused=self._tracker.put_off,
             held_seconds=self._held_each,
         )
         result: Params = params if given.leaves is None else jax.tree.unflatten(self._tree, given.leaves)
@@ -438,7 +438,7 @@ class DelayedSync:
         return SyncStatistics(
             steps=tracker.step,
             offers=tracker.offers,
-            offers_refused=tracker.refused,
+            offers_refused=tracker.put_off,
             aggregates_applied=tracker.applied,
             age_steps=float(statistics.median(tracker.ages)) if tracker.ages else float("nan"),
             held_seconds=self._held_seconds,
@@ -471,10 +471,13 @@ class DelayedSync:
         return leaves
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
-        """Offer to each broker one of its fragments, or all of them."""
-        fragments = self.exchange.next_fragments()
-        taken = sum(self._offer_fragment(leaves, fragment) is not None for fragment in fragments)
-        self._tracker.refused += self.settings.shards * (self._each if self.settings.carries_all else 1) - taken
+        """Offer to each broker one of its fragments, or all of them; those are put off for which others must land."""
+        fragments, state = self.exchange.next_fragments(), self.exchange.state()
+        self._tracker.take_back(state.in_flight)
+        waiting = self._tracker.waiting(state.unreachable)
+        taken = [fragment // self._each for fragment in fragments if self._offer_fragment(leaves, fragment) is not None]
+        carried = self._each if self.settings.carries_all else 1
+        self._tracker.put_off += sum(max(0, carried - taken.count(broker)) for broker in waiting)
         return self._apply_due(leaves) if taken and self._schedule.delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
