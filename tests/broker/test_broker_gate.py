@@ -117,7 +117,7 @@ def test_a_configured_k_that_is_too_small_is_said_once_while_it_is(caplog):
         report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0)
         for put_off, fits in ((0.274, (6, 14)), (0.3, (6, 14)), (0.0, (6, 14)), (0.5, (5, 15))):
             now = figures._replace(put_off=put_off)
-            planned.offers.crowded, planned.offers._last, planned.fits = now, now, fits
+            planned.offers.crowded, planned.offers._windows, planned.fits = now, (now, now), fits
             peers.wire.say("a#1", report)
             await peers.until(lambda: peers.wire.heard.empty())
 

@@ -72,7 +72,7 @@ def test_the_scenario_has_no_row_that_is_not_held_to_the_design(table):
 
 @pytest.mark.parametrize("row", JITTERY, ids=str)
 def test_each_row_with_tasks_of_varying_times_is_as_the_page_has_it(table, row):
-    """With a backward pass always preferred they were .02 to .09 less: a stage that was late let those after it starve."""
+    """With a backward pass always preferred they were up to .09 less: a late stage let those after it starve."""
     codec, schedule, depth = row
     assert table[f"1.04 B, {codec}" + JITTER, 4, 32, schedule, depth] == pytest.approx(JITTERY[row], abs=0.003)
 
