@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from zmqtrain.cli.node import NodeConfig, check_card
-from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
+from zmqtrain.planning.costs import CARD_BYTES_OF_OTHERS
 from zmqtrain.programs import load_program
 from zmqtrain.train import step as footprint
 

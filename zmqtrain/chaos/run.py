@@ -23,8 +23,6 @@ from zmqtrain.monitor.ledger import Audit, Release, audit, lives_of
 from zmqtrain.monitor.records import Record, read_records
 
 LOOK_SECONDS = 0.02
-PROCESS_KINDS: tuple[FaultKind, ...] = ("kill", "stop", "slow", "disk", "clock")
-"""What is done to a process; every other fault is its wire's."""
 
 
 class Wire(Protocol):

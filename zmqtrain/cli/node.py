@@ -37,7 +37,6 @@ from zmqtrain.cli.display import (
     say,
 )
 from zmqtrain.cli.ending import end_signals, leave_at_once, leave_without_teardown, watch_signals
-from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
 from zmqtrain.cli.settings import (
     CheckpointOptions,
     File,
@@ -59,7 +58,7 @@ from zmqtrain.monitor.tensorboard import ScalarThread, ScalarWriter
 from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP, connect
 from zmqtrain.node.node import Node
 from zmqtrain.node.shards import ShardedNode
-from zmqtrain.planning.costs import MemoryEstimate, Place
+from zmqtrain.planning.costs import CARD_BYTES_OF_OTHERS, MemoryEstimate, Place
 from zmqtrain.planning.plans import link_share
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
 from zmqtrain.session.hub_session import Solitude

@@ -23,15 +23,13 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO_SHARDS, UNDIVIDED_NODES, RunSettings, require
 from zmqtrain.core.specs import parse_bytes, parse_count, parse_rate
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.planning.costs import MemoryEstimate, Place
+from zmqtrain.planning.costs import CARD_BYTES_OF_OTHERS, MemoryEstimate, Place
 from zmqtrain.planning.plans import RunPlan, Wish, make_plan, variants
 from zmqtrain.planning.schedule import NODE_BATCHES, SPREAD, averaging_gain, model_of
 from zmqtrain.protocol.hosting import division
 
 PROGRAM = "zmqtrain plan"
 DOES_NOT_FIT = 1
-CARD_BYTES_OF_OTHERS = 500_000_000
-"""What CUDA's context, XLA's own buffers and a desktop take of a card."""
 NOT_KNOWN = -1.0
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -59,11 +59,6 @@ class StageRun:
         """Take these values for the newest version, between steps."""
         self.own = self._versions[max(self._versions)] = own
 
-    @property
-    def carries_kept(self) -> int:
-        """How many micro-batches have gone forward here and not backward."""
-        return len(self._kept)
-
     def take_batch(self, step: int, parts: Sequence[Any]) -> None:
         """Keep what the stage reads of the micro-batches of a step."""
         for number, part in enumerate(parts):

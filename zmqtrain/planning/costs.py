@@ -27,6 +27,9 @@ from zmqtrain.planning.schedule import exchange_bytes
 Place = Literal["device", "host"]
 """On the card that trains, or in the memory of the PC around it."""
 
+CARD_BYTES_OF_OTHERS = 500_000_000
+"""What CUDA's context, XLA's own buffers and a desktop take of a card."""
+
 _FLOAT32_BYTES = 4
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _FRAGMENTS_TRIED = (4, 8, 16, 32)

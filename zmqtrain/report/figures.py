@@ -8,7 +8,6 @@ Rule 3: colours differ in lightness too, and lines have marks, so that a black a
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -223,11 +222,3 @@ def draw_lateness(summaries: Sequence[Summary]) -> str:
         if len(summaries) > 1:
             _legend(stale)
         return _svg(figure)
-
-
-def has_losses(summaries: Sequence[Summary]) -> bool:
-    """Whether there is a loss to draw."""
-    return any(
-        one.evaluations.rows or (one.steps.rows and not math.isnan(np.nanmax(one.steps["loss"], initial=0)))
-        for one in summaries
-    )

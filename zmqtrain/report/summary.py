@@ -209,10 +209,6 @@ class Summary:
         samples = first_at(self.evaluations["samples"], self.losses, loss)
         return at, samples, first_at(self.bytes_at(self.eval_seconds), self.losses, loss)
 
-    def facts_of(self, name: str) -> Any:
-        """Return what the broker's first record says by this name; None if it does not."""
-        return None if self.run.broker is None else self.run.broker.facts.get(name)
-
     # ------------------------------------------------------------------ the nodes
 
     def _figures(self, name: str) -> NodeFigures:
