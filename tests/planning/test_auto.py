@@ -249,6 +249,16 @@ def test_where_offers_were_put_off_a_plan_counts_with_what_an_exchange_took() ->
     assert seen is not None and seen.delay <= alone.delay + 2, "no exchange took longer, though offers waited"
 
 
+def test_where_aggregates_come_in_time_and_offers_are_put_off_all_the_same_a_stage_is_too_slow_for_k() -> None:
+    settings = auto(fragments=1, **TERNARY)
+    planner, members = LoadPlanner(settings, LinkShare(GIGABIT), Meter(0.01)), crew(4, exchange_seconds=0.1)
+    now = replace(settings.at_first, every=4, delay=14)
+    slowest = max(stages(load_of(planner, members, [0.05])).values())
+    plan = planner(MODEL, members, now, OfferFigures(0.13, 2.5 * slowest, 14.0, now))
+    assert plan is not None and plan.every == least_period(load_of(planner, members, [0.05]).slower(2.5))
+    assert plan.delay == 15, "what came in time is no reason for a longer d"
+
+
 def test_a_delay_that_was_too_short_is_not_taken_for_a_stage_that_is_too_slow() -> None:
     """One offer may be in flight at d = 4, and an exchange takes longer: the next waits for it, a whole k."""
     settings = auto(fragments=1, **TERNARY)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import Protocol
 
 import numpy as np
@@ -304,7 +304,8 @@ class LoadPlanner:
             then = crowded.settings
             coded = then.codec, then.broadcast_codec
             seen = crowded.age_steps * plain(*coded).step_seconds
-            times = crowding(plain(*coded), Schedule(then.every, then.delay), crowded.seconds, seen)
+            late = seen if crowded.age_steps > then.delay + 1 else nan  # else d says how old it is, and nothing more
+            times = crowding(plain(*coded), Schedule(then.every, then.delay), crowded.seconds, late)
 
         def load(*way: str) -> Load:
             return replace(plain(*way).slower(times), longest_seconds=seen if way == coded and seen > 0 else inf)
