@@ -184,8 +184,8 @@ class OfferMeter:
 
     Rule 1: a window is of nodes that stay, under one schedule.  Rule 2: one window may have seen a hesitation, or the
     end of the schedule before; so two count that follow each other, and of them the shorter time of an exchange.
-    Rule 3: where a clearly larger k does not put clearly fewer offers off, no exchange is too long for k, but something
-    else is waited for; then nothing is concluded for a while.
+    Rule 3: where twice the k does not put clearly fewer offers off, no exchange is too long for k, but something else is
+    waited for; then nothing is concluded for a while.
     crowded: what a plan has to count with: what was found last, until other nodes are here, or a schedule under which
     it was found has none put off, or it is too old.
     put_off: the share of offers that is put off now; 0: (nearly) none.
@@ -194,6 +194,8 @@ class OfferMeter:
     def __init__(self) -> None:
         self.crowded: OfferFigures | None = None
         self._has_helped = self._is_of_no_use = False
+        self._first: OfferFigures | None = None
+        """What was found before the schedules under which offers are put off still."""
         self._kept_until, self._kept_seconds = 0.0, KEPT_SECONDS
         self._begun: tuple[Version, float, tuple[Any, ...]] = (0, 0.0, ())
         self._counts: dict[PeerId, tuple[int, int]] = {}
@@ -262,9 +264,10 @@ class OfferMeter:
             return
         if last.crowded:
             found = last._replace(seconds=min(before.seconds, last.seconds))
-            former = None if self._has_helped else self.crowded
-            self._is_of_no_use = former is not None and _has_not_helped(former, found)
-            self.crowded, self._has_helped = None if self._is_of_no_use else found, False
+            if self.crowded is None or self._has_helped:
+                self._first, self._has_helped = found, False
+            self._is_of_no_use = self._first is not None and _has_not_helped(self._first, found)
+            self.crowded = None if self._is_of_no_use else found
             self._kept_until = now + max(self._kept_seconds, KEPT_WINDOWS * seconds)
         elif self.crowded is not None:
             self._has_helped = planned_of(self.crowded.settings) != planned_of(last.settings)
@@ -272,9 +275,8 @@ class OfferMeter:
 
 
 def _has_not_helped(before: OfferFigures, after: OfferFigures) -> bool:
-    """Whether k is clearly larger, and as many offers are put off, or nearly."""
-    clearly = (1 + CHANGE) * before.settings.every
-    return after.settings.every >= clearly and after.put_off >= STILL_PUT_OFF * before.put_off
+    """Whether k is twice as large, and as many offers are put off, or nearly."""
+    return after.settings.every >= 2 * before.settings.every and after.put_off >= STILL_PUT_OFF * before.put_off
 
 
 def planned_of(settings: RunSettings) -> tuple[Any, ...]:
