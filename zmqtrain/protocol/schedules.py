@@ -184,8 +184,8 @@ class OfferMeter:
 
     Rule 1: a window is of nodes that stay, under one schedule.  Rule 2: one window may have seen a hesitation, or the
     end of the schedule before; so two count that follow each other, and of them the shorter time of an exchange.
-    Rule 3: where twice the k does not put clearly fewer offers off, no exchange is too long for k, but something else is
-    waited for; then nothing is concluded for a while.
+    Rule 3: where twice the k does not put clearly fewer offers off, no exchange is too long for k, but something else
+    is waited for; then nothing is concluded for a while.
     crowded: what a plan has to count with: what was found last, until other nodes are here, or a schedule under which
     it was found has none put off, or it is too old.
     put_off: the share of offers that is put off now; 0: (nearly) none.
