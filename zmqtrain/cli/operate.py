@@ -204,10 +204,6 @@ class OperatorOptions(HubOptions):
         parse_address(self.hub)
 
 
-ANSWER_SECONDS = 10.0
-"""How long `stop` waits for the broker's answer, of all that it waits."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StopConfig(OperatorOptions):
     """End the run at HUB: every node finishes its step, sends what it has computed and ends; the broker saves the run
@@ -247,8 +243,7 @@ def _stop(config: StopConfig) -> int:
         text = f"asking {node.run} to end: every node then finishes its step and sends what it has computed"
         print(text, flush=True)
 
-    answered, ended = min(ANSWER_SECONDS, config.wait_seconds), config.wait_seconds
-    run, version = stop(config.hub, config.server_key, config.keys, answered, ended, welcomed=say)
+    run, version = stop(config.hub, config.server_key, config.keys, wait_seconds=config.wait_seconds, welcomed=say)
     trained = "; its broker saves it and says where the model is" if version >= 0 else " untrained"
     print(f"{run} has ended{trained}")
     return 0

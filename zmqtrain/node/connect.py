@@ -225,12 +225,13 @@ def stop(
     """End the run at `address`: its nodes send what they have computed and end, its broker saves and ends. Return the
     run's id and its last version, as far as that was heard.
 
-    server_key, keys: as for `promote`; without keys the order must come from the hub's own machine.  wait_seconds: for
-    the end.  welcomed: called once the broker has answered.
+    server_key, keys: as for `promote`; without keys the order must come from the hub's own machine.  timeout_seconds:
+    for the broker's answer.  wait_seconds: for the end, and at most so long for the answer.  welcomed: called once the
+    broker has answered.
     Raises HubUnreachable, JoinRefused (this one may not), ZmqTrainError if the run has not ended in time.
     """
     with _operator("stop", address, Stop(), server_key, keys) as node:
-        node.wait_welcome(timeout_seconds)
+        node.wait_welcome(min(timeout_seconds, wait_seconds))
         welcomed(node)
         if not node.wait_over(wait_seconds):
             raise ZmqTrainError(

@@ -248,9 +248,10 @@ class OfferMeter:
         for one in members:
             if one.peer not in counts or one.report is None:
                 continue
-            made, put_off = (now - before for now, before in zip(counts[one.peer], self._counts[one.peer], strict=True))
+            after, before = counts[one.peer], self._counts[one.peer]
+            made, put_off = after[0] - before[0], after[1] - before[1]
             if made > 0 and put_off >= 0:
-                shares.append(put_off / (put_off + made * settings.shards))
+                shares.append(put_off / (put_off + made * max(1, settings.shards)))
                 landed.append(made)
                 ages += [one.report.age_steps] if isfinite(one.report.age_steps) else []
         if not landed:
