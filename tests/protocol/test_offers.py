@@ -8,7 +8,7 @@ from math import isnan, nan
 import pytest
 
 from tests.protocol.hubs import hub_of, live_hub
-from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.settings import AUTO_SHARDS, RunSettings
 from zmqtrain.core.types import LeafSpec, PeerId
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Report, Schedule
@@ -172,6 +172,15 @@ def test_what_an_exchange_carries_and_how_many_brokers_take_their_parts_is_count
     for _ in range(2):
         crew.window(20, 20, settings=four, at_once=2)
     assert crew.meter.crowded == OfferFigures(20 / (20 + 4 * 20), WINDOW_SECONDS / 10, 14.0, four)
+
+
+def test_of_a_run_whose_brokers_are_not_counted_yet_one_is_taken() -> None:
+    crew, undecided = Crew("a"), replace(AUTO, start_nodes=8, shards=AUTO_SHARDS)
+    assert undecided.shards == AUTO_SHARDS == 0
+    crew.look(undecided)
+    for put_off in (0, 0, 10, 10):
+        crew.window(20, put_off, settings=undecided)
+    assert crew.meter.put_off == 10 / 30
 
 
 def found(*names: str) -> Crew:
