@@ -9,10 +9,12 @@ Rule 3: the limit is what must pass the busiest port one way, at the rate of pla
 down at once: N deltas for one hub; for M brokers on M of the N nodes, who do not send to themselves, what a ring needs
 where M = N: 2 (N - 1) / N of a delta.
 Rule 4: transport is what the network thread and the sockets use, of nodes and hubs together; codecs are counted apart.
+Rule 5: what plain TCP takes for as many bytes is measured in the same star, at once after the window.
 
 Columns: exchange_ms, limit_ms, exchange_over_limit: as said above.  hub_in_mb_s, hub_out_mb_s: 10^6 bytes per second
 through the first hub.  transport_cpu_s_per_gb: CPU seconds per 10^9 bytes that went from a node to a hub or back (each
-byte counted once).  codec_cpu_s_per_gb: of the codec threads, likewise.  heartbeat_p50_ms, ..._p99_ms: round trips of
+byte counted once).  plain_tcp_cpu_s_per_gb: of processes that do nothing but send and receive, with all nodes at once,
+likewise.  codec_cpu_s_per_gb: of the codec threads, likewise.  heartbeat_p50_ms, ..._p99_ms: round trips of
 heartbeats, at all nodes, in the window; heartbeats: how many.  busy: of all cores.  node_..., hub_..._s_per_gb: CPU
 seconds by thread, of all nodes and of all hubs, over the same bytes.
 """
@@ -35,7 +37,7 @@ from zmqtrain.planning.schedule import payload_rate
 
 from children import Child, ask_all, commands, difference, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
-from star import Host, Star
+from star import Host, Star, plain_tcp_cpu
 
 __all__ = ["Case", "read_options", "measure", "main"]
 
@@ -109,7 +111,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 def measure(case: Case) -> dict[str, Any]:
     """Build a star, run the case on it and return its row. Raises RuntimeError if a process fails or hangs."""
     with Star(case.nodes, case.rate) as star:
-        return _row(case, *_run(case, star)) | {"congestion_control": star.congestion_control}
+        return _row(case, *_run(case, star), plain_tcp_cpu(star)) | {"congestion_control": star.congestion_control}
 
 
 def main() -> None:
@@ -178,7 +180,9 @@ def _run(case: Case, star: Star) -> tuple[list[dict[str, Any]], list[dict[str, A
         return streamed, used, window.busy_share
 
 
-def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]], busy: float) -> dict[str, Any]:
+def _row(
+    case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]], busy: float, plain_tcp: float
+) -> dict[str, Any]:
     if not all(node["fragments"] for node in nodes):
         raise RuntimeError(f"a node got no aggregate back in {case.seconds:g} s: give more --seconds")
     models = statistics.fmean(node["fragments"] / node["seconds"] for node in nodes) / (case.fragments * case.shards)
@@ -203,6 +207,7 @@ def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]],
         "hub_in_mb_s": brokers[0]["bytes_received"] / case.seconds / 1e6,
         "hub_out_mb_s": brokers[0]["bytes_sent"] / case.seconds / 1e6,
         "transport_cpu_s_per_gb": cpu([*nodes, *brokers], *TRANSPORT_THREADS),
+        "plain_tcp_cpu_s_per_gb": plain_tcp,
         "codec_cpu_s_per_gb": cpu([*nodes, *brokers], *CODEC_THREADS),
         "heartbeats": len(trips),
         "heartbeat_p50_ms": trips[len(trips) // 2],

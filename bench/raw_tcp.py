@@ -27,7 +27,7 @@ ASKED_SECONDS = 1e-3
 
 
 def receive(seconds: float, warmup_seconds: float) -> dict[str, float]:
-    """Accept one sender, let it warm up, then count for `seconds`; return {"bytes": ..., "seconds": ...}.
+    """Accept one sender, let it warm up, then count for `seconds`; return {"bytes", "seconds", "cpu_seconds"}.
 
     A sender that closes earlier ends the count; with no warm-up all that it sent is counted.
     """
@@ -39,24 +39,29 @@ def receive(seconds: float, warmup_seconds: float) -> dict[str, float]:
         started, waiting = _bytes_waiting(connection) if warmup_seconds else (time.perf_counter(), 0)
         while waiting > 0 and (received := connection.recv_into(piece, min(waiting, PIECE_BYTES))):
             waiting -= received
-        count = 0
+        count, used = 0, time.process_time()
         while (now := time.perf_counter()) < started + seconds and (received := connection.recv_into(piece)):
             count += received
-    return {"bytes": count, "seconds": now - started}
+    return {"bytes": count, "seconds": now - started, "cpu_seconds": time.process_time() - used}
 
 
 def send(address: str, port: int, limit_bytes: int | None) -> dict[str, float]:
-    """Send zeros until `limit_bytes` or until the receiver closes; return {"bytes": ...}, what the kernel has taken."""
+    """Send zeros until `limit_bytes` or until the receiver closes; return {"bytes", "cpu_seconds"}.
+
+    bytes: what the kernel has taken.
+    """
     piece, count = bytes(PIECE_BYTES), 0
     with socket.create_connection((address, port), timeout=CONNECT_SECONDS) as connection:
         connection.settimeout(None)
+        used = time.process_time()
         try:
             while limit_bytes is None or count < limit_bytes:
                 wanted = PIECE_BYTES if limit_bytes is None else min(PIECE_BYTES, limit_bytes - count)
                 count += connection.send(piece[:wanted])
         except (BrokenPipeError, ConnectionResetError):
             pass
-    return {"bytes": count}
+        used = time.process_time() - used
+    return {"bytes": count, "cpu_seconds": used}
 
 
 def echo() -> dict[str, float]:

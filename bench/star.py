@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
 
-__all__ = ["Host", "PortCounters", "Star", "measure_ceiling", "remove_stale", "main"]
+__all__ = ["Host", "PortCounters", "Star", "measure_ceiling", "plain_tcp_cpu", "remove_stale", "main"]
 
 Host = int | Literal["hub"]
 """A node by its number, from 0, or "hub"."""
@@ -200,6 +200,18 @@ def measure_ceiling(star: Star, node: int = 0, seconds: float = 2.0) -> list[dic
     return [row | {"congestion_control": star.congestion_control} for row in rows]
 
 
+def plain_tcp_cpu(star: Star, seconds: float = 5.0) -> float:
+    """Return the CPU seconds that plain TCP takes for 10^9 bytes, of sender and receiver together.
+
+    All nodes send to the hub and receive from it at once, for so long: what any transport over TCP takes here at least.
+    """
+    nodes: list[Host] = list(range(star.nodes))
+    sent, received = _run_flows(star, [(node, "hub") for node in nodes] + [("hub", node) for node in nodes], seconds)
+    return sum(
+        1e9 * sum(one["cpu_seconds"] for one in way) / sum(one["bytes"] for one in way) for way in (sent, received)
+    )
+
+
 def remove_stale() -> list[str]:
     """Remove the namespaces of runs whose process is gone; return their names.
 
@@ -254,16 +266,8 @@ def _measure_ping(star: Star, way: tuple[Host, Host]) -> dict[str, Any]:
 
 def _measure_flows(star: Star, flows: list[tuple[Host, Host]], seconds: float) -> list[dict[str, Any]]:
     """Run one sender per (source, sink) at the same time; return a row for each."""
-    counting = ["receive", "--seconds", str(seconds), "--warmup-seconds", str(seconds / 4)]
-    listeners = [_start_listener(star, sink, *counting) for _, sink in flows]
     with BusyMeter() as meter:
-        senders = [
-            _start_raw(star, source, "send", star._address(sink), port)
-            for (source, sink), (_, port) in zip(flows, listeners, strict=True)
-        ]
-        results = [_result(receiver) for receiver, _ in listeners]
-        for sender in senders:
-            _result(sender)
+        _, results = _run_flows(star, flows, seconds)
     rows = []
     for (source, sink), result in zip(flows, results, strict=True):
         what = f"{_port(source)} to {_port(sink)}" + (", both ways at once" if len(flows) > 1 else "")
@@ -271,6 +275,20 @@ def _measure_flows(star: Star, flows: list[tuple[Host, Host]], seconds: float) -
         ratio = 8 * bytes_per_second / min(star.rate(source), star.rate(sink))
         rows.append({"what": what} | _row(bytes_per_second / 1e6, ratio, {}, meter))
     return rows
+
+
+def _run_flows(
+    star: Star, flows: list[tuple[Host, Host]], seconds: float
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Run one sender per (source, sink) at the same time; return what the senders and the receivers measured."""
+    counting = ["receive", "--seconds", str(seconds), "--warmup-seconds", str(seconds / 4)]
+    listeners = [_start_listener(star, sink, *counting) for _, sink in flows]
+    senders = [
+        _start_raw(star, source, "send", star._address(sink), port)
+        for (source, sink), (_, port) in zip(flows, listeners, strict=True)
+    ]
+    received = [_result(receiver) for receiver, _ in listeners]
+    return [_result(sender) for sender in senders], received
 
 
 def _row(speed: float | None, ratio: float | None, trips: dict[str, float], meter: BusyMeter) -> dict[str, Any]:

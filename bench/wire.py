@@ -129,7 +129,11 @@ def main() -> None:
                 write_json(options.json, [{"row": name} | row for name, runs in measured.items() for row in runs])
     rows = {name: _median(runs) for name, runs in measured.items()}
     print_table(
-        [_line(bar, rows) for bar in _bars() if bar.rows[0] in rows] + _of_slow(rows) + _of_auto(rows) + _of_plan(rows),
+        [_line(bar, rows) for bar in _bars() if bar.rows[0] in rows]
+        + _of_plain_tcp(rows)
+        + _of_slow(rows)
+        + _of_auto(rows)
+        + _of_plan(rows),
         "At the speed of the wire",
     )
     for name, row in rows.items():
@@ -159,6 +163,12 @@ def _line(bar: Bar, rows: dict[str, Row]) -> Row:
         "N=2": n_two[0] if n_two else None,
         "all fragments": whole[0] if whole else None,
     }
+
+
+def _of_plain_tcp(rows: dict[str, Row]) -> list[Row]:
+    """Return the least that any transport over TCP takes here: it has no bar."""
+    what, row = "plain TCP's CPU, s per GB", rows.get("dense, one hub")
+    return [] if row is None else [{"figure": what, "measured": row["plain_tcp_cpu_s_per_gb"], "busy": row["busy"]}]
 
 
 def _of_slow(rows: dict[str, Row]) -> list[Row]:
