@@ -20,7 +20,8 @@ BASELINE_STEPS = 30
 WARM_AGGREGATES = 2
 """So many aggregates of each fragment are applied before the window begins."""
 EXCHANGES_TIMED = 12
-POLL_SECONDS = 0.0005
+LOOK_SECONDS = 0.05
+"""A node that waits to be told of an aggregate looks for itself so often."""
 
 
 class Measured(Protocol):
@@ -156,14 +157,15 @@ class EmulatedNode:
         for _ in range(EXCHANGES_TIMED):
             began, applied = time.perf_counter(), self.applied
             while self.applied < applied + self.case.parts:
-                if not self.exchange.next_fragments() and self.exchange.peek() is None:
-                    time.sleep(POLL_SECONDS)
-                else:
+                if self.exchange.wait(self._has_something, LOOK_SECONDS):
                     self.params = self.sync.step(self.params, score=self.loss)
             self.jax.block_until_ready(self.params)
             seconds.append(time.perf_counter() - began)
         used, alone = difference(used, thread_seconds()), self.applied - before
         return {"exchange_seconds": seconds[2:], "alone": {name: spent / alone for name, spent in used.items()}}
+
+    def _has_something(self) -> bool:
+        return bool(self.exchange.next_fragments()) or self.exchange.peek() is not None
 
     @property
     def applied(self) -> int:
