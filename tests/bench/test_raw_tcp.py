@@ -34,5 +34,6 @@ def test_what_came_to_a_receiver_that_was_held_up_as_it_warmed_up_is_not_counted
         return 62.0
 
     monkeypatch.setattr(raw_tcp, "_accept_one", lambda: receiver)
-    monkeypatch.setattr(raw_tcp, "time", SimpleNamespace(perf_counter=passed))
-    assert raw_tcp.receive(5.0, warmup_seconds) == {"bytes": counted, "seconds": seconds}
+    used = iter([1.0, 1.5])  # when the count begins and ends
+    monkeypatch.setattr(raw_tcp, "time", SimpleNamespace(perf_counter=passed, process_time=lambda: next(used)))
+    assert raw_tcp.receive(5.0, warmup_seconds) == {"bytes": counted, "seconds": seconds, "cpu_seconds": 0.5}

@@ -11,7 +11,8 @@ import pytest
 
 from hub import Case, main
 
-FIGURES = {"exchange_ms", "limit_ms", "exchange_over_limit", "transport_cpu_s_per_gb", "heartbeat_p99_ms", "busy"}
+CPU = ("transport_cpu_s_per_gb", "plain_tcp_cpu_s_per_gb")
+FIGURES = {"exchange_ms", "limit_ms", "exchange_over_limit", *CPU, "heartbeat_p99_ms", "busy"}
 
 
 @pytest.mark.nightly
