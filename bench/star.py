@@ -35,6 +35,10 @@ __all__ = ["Host", "PortCounters", "Star", "measure_ceiling", "plain_tcp_cpu", "
 
 Host = int | Literal["hub"]
 """A node by its number, from 0, or "hub"."""
+Flow = tuple[Host, Host]
+"""Who sends, and who receives."""
+Listener = tuple[subprocess.Popen[Any], str]
+"""A process that listens, and its port."""
 
 QUEUE_BYTES = 512 << 10
 MIN_BURST_BYTES, MAX_BURST_BYTES = 16 << 10, 128 << 10
@@ -206,10 +210,14 @@ def plain_tcp_cpu(star: Star, seconds: float = 5.0) -> float:
     All nodes send to the hub and receive from it at once, for so long: what any transport over TCP takes here at least.
     """
     nodes: list[Host] = list(range(star.nodes))
-    sent, received = _run_flows(star, [(node, "hub") for node in nodes] + [("hub", node) for node in nodes], seconds)
-    return sum(
-        1e9 * sum(one["cpu_seconds"] for one in way) / sum(one["bytes"] for one in way) for way in (sent, received)
-    )
+    up: list[Flow] = [(node, "hub") for node in nodes]
+    flows = up + [("hub", node) for node in nodes]
+    sent, received = _run_flows(star, flows, _listeners(star, flows, seconds))
+
+    def seconds_per_byte(way: list[dict[str, float]]) -> float:
+        return sum(one["cpu_seconds"] for one in way) / sum(one["bytes"] for one in way)
+
+    return 1e9 * (seconds_per_byte(sent) + seconds_per_byte(received))
 
 
 def remove_stale() -> list[str]:
@@ -264,10 +272,11 @@ def _measure_ping(star: Star, way: tuple[Host, Host]) -> dict[str, Any]:
     return {"what": f"ping 64 B, {_port(source)} to {_port(sink)}, idle"} | _row(None, None, trips, meter)
 
 
-def _measure_flows(star: Star, flows: list[tuple[Host, Host]], seconds: float) -> list[dict[str, Any]]:
+def _measure_flows(star: Star, flows: list[Flow], seconds: float) -> list[dict[str, Any]]:
     """Run one sender per (source, sink) at the same time; return a row for each."""
+    listeners = _listeners(star, flows, seconds)
     with BusyMeter() as meter:
-        _, results = _run_flows(star, flows, seconds)
+        _, results = _run_flows(star, flows, listeners)
     rows = []
     for (source, sink), result in zip(flows, results, strict=True):
         what = f"{_port(source)} to {_port(sink)}" + (", both ways at once" if len(flows) > 1 else "")
@@ -277,12 +286,16 @@ def _measure_flows(star: Star, flows: list[tuple[Host, Host]], seconds: float) -
     return rows
 
 
-def _run_flows(
-    star: Star, flows: list[tuple[Host, Host]], seconds: float
-) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Run one sender per (source, sink) at the same time; return what the senders and the receivers measured."""
+def _listeners(star: Star, flows: list[Flow], seconds: float) -> list[Listener]:
+    """Start a receiver for each flow, which counts for so many seconds."""
     counting = ["receive", "--seconds", str(seconds), "--warmup-seconds", str(seconds / 4)]
-    listeners = [_start_listener(star, sink, *counting) for _, sink in flows]
+    return [_start_listener(star, sink, *counting) for _, sink in flows]
+
+
+def _run_flows(
+    star: Star, flows: list[Flow], listeners: list[Listener]
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Run one sender per flow at the same time; return what the senders and the receivers measured."""
     senders = [
         _start_raw(star, source, "send", star._address(sink), port)
         for (source, sink), (_, port) in zip(flows, listeners, strict=True)
@@ -305,7 +318,7 @@ def _start_raw(star: Star, host: Host, *arguments: str) -> subprocess.Popen[Any]
     return star.popen(host, [sys.executable, RAW_TCP, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def _start_listener(star: Star, host: Host, *arguments: str) -> tuple[subprocess.Popen[Any], str]:
+def _start_listener(star: Star, host: Host, *arguments: str) -> Listener:
     """Start a raw_tcp command that listens; return it and its port, once it listens."""
     process = _start_raw(star, host, *arguments)
     assert process.stdout is not None
