@@ -81,7 +81,7 @@ class Case:
 
     fragments: a number, of which an exchange carries one in turn; or "auto", as by default: it carries all.
     every, delay: numbers; or both "auto", as by default: the broker plans them, and the window begins when the nodes
-    have trained for `settle_seconds`.
+    have trained for `settle_seconds`.  warm: so many aggregates of each fragment are applied before the window begins.
     """
 
     nodes: int = 4
@@ -95,6 +95,7 @@ class Case:
     steps: int = 160
     serial: bool = False
     slow: int = 0
+    warm: int = 2
 
     @property
     def parts(self) -> int:

@@ -17,8 +17,6 @@ from shapes import model_shapes
 __all__ = ["Measured", "EmulatedNode", "be_node"]
 
 BASELINE_STEPS = 30
-WARM_AGGREGATES = 2
-"""So many aggregates of each fragment are applied before the window begins."""
 EXCHANGES_TIMED = 12
 LOOK_SECONDS = 0.05
 """A node that waits to be told of an aggregate looks for itself so often."""
@@ -37,6 +35,8 @@ class Measured(Protocol):
     def serial(self) -> bool: ...
     @property
     def settle_seconds(self) -> float: ...
+    @property
+    def warm(self) -> int: ...
     def step_seconds(self, node: int) -> float: ...
 
 
@@ -102,7 +102,7 @@ class EmulatedNode:
         self.exchange = connect(address, f"pc-{number}")
         self.sync = DelayedSync(self.exchange, self.params, donate=True)
         self.params, settled = self.sync.params, time.monotonic() + self.case.settle_seconds
-        while self.applied < WARM_AGGREGATES * self.case.parts or time.monotonic() < settled:
+        while self.applied < self.case.warm * self.case.parts or time.monotonic() < settled:
             self.step()
 
     def figures(self) -> dict[str, Any]:
