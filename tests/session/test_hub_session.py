@@ -14,7 +14,13 @@ from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.effects import Send, Withdraw
 from zmqtrain.protocol.messages import Chunk, Heartbeat, Message, Snapshot, Welcome
 from zmqtrain.protocol.peer import Peer
-from zmqtrain.session.hub_session import ABSENCE_SECONDS, HubSession, NullListener, SnapshotResume
+from zmqtrain.session.hub_session import (
+    ABSENCE_SECONDS,
+    SHORTEST_TICK_SECONDS,
+    HubSession,
+    NullListener,
+    SnapshotResume,
+)
 
 FRAMES = [b"one", b"two", b"three"]
 DIGEST = digest_of(FRAMES)
@@ -126,3 +132,11 @@ def test_a_node_that_goes_on_from_a_checkpoint_without_a_hub_says_so_once_a_minu
     assert said(*(200.0 + seconds for seconds in range(0, 181, 20))) == [60.0, 120.0, 180.0]
     peer.receive(Welcome("run-1", 3, fixed_run().to_dict()), 381.0)
     assert said(382.0, 500.0) == []
+
+
+@pytest.mark.parametrize(("heartbeat_seconds", "seconds"), [(0.01, 0.05), (0.5, 0.125), (10.0, 0.25)])
+def test_a_welcomed_session_wakes_a_few_times_a_heartbeat_and_within_bounds(heartbeat_seconds, seconds):
+    session = HubSession(None, Peer(PeerId("a#1"), "a"), "tcp://hub:1", NullListener())
+    assert session._tick_seconds == SHORTEST_TICK_SECONDS, "its hub may answer at any time"
+    session.peer.settings = fixed_run(heartbeat_seconds=heartbeat_seconds, lost_seconds=60.0)
+    assert session._tick_seconds == seconds

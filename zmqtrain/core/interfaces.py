@@ -169,10 +169,6 @@ class Environment(Protocol):
     def virtual(self) -> bool:
         """Whether time is simulated: runs repeat exactly, so nothing that is measured may decide anything."""
 
-    @property
-    def tick_seconds(self) -> float:
-        """How often its sessions look at the time."""
-
     def cpu_seconds(self) -> float:
         """Return the CPU seconds that the running thread has taken."""
 

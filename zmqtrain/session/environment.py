@@ -93,7 +93,6 @@ class RealEnvironment:
 
     clock: Clock = time
     virtual = False
-    tick_seconds = 0.05
     cpu_seconds = staticmethod(time.thread_time)
     event, condition = threading.Event, threading.Condition
     executor = Worker

@@ -53,6 +53,9 @@ from zmqtrain.transport.pacing import Gate, LinkShare, Reservation, TokenBucket,
 
 logger = logging.getLogger(__name__)
 
+SHORTEST_TICK_SECONDS, LONGEST_TICK_SECONDS = 0.05, 0.25
+TICKS_A_HEARTBEAT = 4
+"""A session looks at the time so often; each look wakes a thread. One that waits for its welcome looks most often."""
 REPORT_SECONDS = 1.0
 GOODBYE_SECONDS = 1.0
 ABSENCE_SECONDS = 60.0
@@ -652,8 +655,14 @@ class HubSession:
                 if task.done():
                     task.result()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(environment().tick_seconds):
+                async with asyncio.timeout(self._tick_seconds):
                     await self._stop.wait()
+
+    @property
+    def _tick_seconds(self) -> float:
+        """How long this session waits before it looks at the time again."""
+        wanted = 0.0 if self.peer.settings is None else self.peer.heartbeat_seconds / TICKS_A_HEARTBEAT
+        return min(LONGEST_TICK_SECONDS, max(SHORTEST_TICK_SECONDS, wanted))
 
     async def _follow_refusals(self) -> None:
         """Remember why a handshake was refused while the next address is tried; until a hub welcomes this peer."""

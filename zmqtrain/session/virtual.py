@@ -397,8 +397,8 @@ class VirtualEnvironment:
 
     virtual = True
 
-    def __init__(self, clock: VirtualTime, tick_seconds: float = 0.05) -> None:
-        self.clock, self.tick_seconds = clock, tick_seconds
+    def __init__(self, clock: VirtualTime) -> None:
+        self.clock = clock
         self.codec_seconds: Callable[[int], float] = lambda values: 0.0
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -223,10 +223,6 @@ class NodeProcess:
         """Have its training thread begin at a time."""
         self.thread = self.environment.begin(name, body, at)
 
-    def welcomed(self, settings: RunSettings) -> None:
-        """Tick less often than a real session, where the run's heartbeat allows it, because ticks cost real time."""
-        self.environment.tick_seconds = min(0.25, max(self.environment.tick_seconds, settings.heartbeat_seconds / 4))
-
     def kill(self) -> bool:
         """End all its threads where they stand; return whether it still lived."""
         assert self.thread is not None
@@ -516,7 +512,6 @@ class _Simulation:
         first.message_delay = node.induced(self.settings.seed).message_delays(node.name)
         first.start()
         first.wait(lambda: first.peer.settings is not None, None)
-        process.welcomed(first.settings)
         exchange = first if first.settings.shards == 1 else SimulatedShards(first)
         loss_before: list[Any] = []
 
