@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 SHORTEST_TICK_SECONDS, LONGEST_TICK_SECONDS = 0.05, 0.25
 TICKS_A_HEARTBEAT = 4
-"""A session looks at the time so often; each look wakes a thread. One that waits for its welcome looks most often."""
+"""A session looks at the time so often; each look wakes a thread. One that was never welcomed looks most often."""
 REPORT_SECONDS = 1.0
 GOODBYE_SECONDS = 1.0
 ABSENCE_SECONDS = 60.0
