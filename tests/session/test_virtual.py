@@ -184,9 +184,9 @@ def test_a_network_thread_is_a_task_and_a_thread_waits_for_its_event_and_its_end
     process, seen = VirtualEnvironment(clock), []
 
     async def main():
-        await asyncio.sleep(2.0)
+        await heard.wait()
         ready.set()
-        await asyncio.sleep(3.0)
+        await stopped.wait()
 
     def body():
         thread = process.start("network", main)
@@ -194,7 +194,9 @@ def test_a_network_thread_is_a_task_and_a_thread_waits_for_its_event_and_its_end
         thread.join(10.0)
         seen.append(clock.now)
 
-    ready = VirtualEvent(clock)
+    ready, heard, stopped = VirtualEvent(clock), asyncio.Event(), asyncio.Event()
+    clock.call_at(2.0, heard.set)
+    clock.call_at(5.0, stopped.set)
     process.begin("node", body)
     clock.run()
     assert seen == [(True, 2.0), 5.0]

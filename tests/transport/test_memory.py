@@ -377,13 +377,18 @@ def test_what_is_sent_while_a_peer_is_paused_arrives_in_order_when_it_is_resumed
     async def main() -> None:
         hub = MemoryHub(LINK)
         node = hub.connect(A)
+        loop, paused = asyncio.get_running_loop(), asyncio.Event()
+
+        def pause() -> None:
+            hub.pause(A)
+            paused.set()
+
         hub.send(A, Lane.BULK, [b"in flight"])
-        await asyncio.sleep(0.1)
-        hub.pause(A)
+        loop.call_later(0.1, pause)
+        loop.call_later(10.1, hub.resume, A)
+        await paused.wait()
         hub.send(A, Lane.BULK, [b"later"])
         await node.send(Lane.CONTROL, [b"up"])
-        await asyncio.sleep(10.0)
-        hub.resume(A)
         assert [(await node.receive())[1] for _ in range(2)] == [[b"in flight"], [b"later"]]
         assert await hub.receive() == (A, Lane.CONTROL, [b"up"]) and now() > 10.0
 
@@ -421,7 +426,9 @@ def test_noise_delays_doubles_flips_and_breaks() -> None:
             [b"twice"],
         ]
         await node.send(Lane.CONTROL, [b"lost"])
-        await asyncio.sleep(0.1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await hub.receive()
         assert told == [1.0] and node.noise.fates == []
 
     run(main())
